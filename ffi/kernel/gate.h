@@ -1,0 +1,54 @@
+// Gates and normalisation of one element. Formulas: kda_jax/gate.py.
+#pragma once
+
+#include "problem.h"
+
+#ifndef KDA_ISA
+#define KDA_ISA base
+#endif
+
+namespace kda {
+inline namespace KDA_ISA {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kNormEpsilon = 1e-6f;  // inside the root, on the sum of squares
+
+// sigmoid by 2^x and a division: tanh-based approximations lose 1e-3 of a slow decay.
+template <class Math>
+inline float sigmoid(float x) {
+  return 1.0f / (1.0f + Math::exp2(-x * kLog2E));
+}
+
+// log(1 + e^x) with a small relative error at both ends: log1p(t) = 2 atanh(t / (2 + t)), and
+// t = e^-|x| <= 1 keeps the series' argument below 1/3.
+template <class Math>
+inline float softplus(float x) {
+  const float magnitude = x < 0 ? -x : x;
+  const float t = Math::exp2(-magnitude * kLog2E);
+  const float s = t / (2.0f + t), s2 = s * s;
+  float p = 1.0f / 15;
+  p = p * s2 + 1.0f / 13;
+  p = p * s2 + 1.0f / 11;
+  p = p * s2 + 1.0f / 9;
+  p = p * s2 + 1.0f / 7;
+  p = p * s2 + 1.0f / 5;
+  p = p * s2 + 1.0f / 3;
+  p = p * s2 + 1.0f;
+  return (x > 0 ? x : 0.0f) + 2.0f * s * p;
+}
+
+// The log decay in log2 units. `rate` is exp(A_log) of the head, `bias` its dt_bias.
+template <class Math>
+inline float log2_decay(Gate gate, float raw_g, float rate, float bias, float lower_bound) {
+  switch (gate) {
+    case Gate::kBounded:
+      return lower_bound * kLog2E * sigmoid<Math>(rate * (raw_g + bias));
+    case Gate::kSoftplus:
+      return -kLog2E * rate * softplus<Math>(raw_g + bias);
+    default:
+      return raw_g * kLog2E;
+  }
+}
+
+}  // namespace KDA_ISA
+}  // namespace kda

@@ -1,0 +1,140 @@
+#include "prefill.h"
+
+#include <initializer_list>
+
+namespace kda {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Collects the first operand that does not fit.
+class Checker {
+ public:
+  void shape(const char* name, ffi::AnyBuffer b, std::initializer_list<int64_t> want) {
+    const auto have = b.dimensions();
+    bool same = have.size() == want.size();
+    if (same) {
+      size_t i = 0;
+      for (int64_t n : want) same = same && have[i++] == n;
+    }
+    if (!same) fail(name, "has shape " + text(have) + ", want " + text(want));
+  }
+  void type(const char* name, ffi::AnyBuffer b, ffi::DataType want) {
+    if (b.element_type() != want) fail(name, "has another element type than the kernel reads");
+  }
+  Tensor tensor(const char* name, ffi::AnyBuffer b) {
+    switch (b.element_type()) {
+      case ffi::DataType::F32:
+        return {b.untyped_data(), DType::kF32};
+      case ffi::DataType::BF16:
+        return {b.untyped_data(), DType::kBF16};
+      case ffi::DataType::F16:
+        return {b.untyped_data(), DType::kF16};
+      default:
+        fail(name, "must be float32, bfloat16 or float16");
+        return {b.untyped_data(), DType::kF32};
+    }
+  }
+  void fail(const char* name, const std::string& what) {
+    if (error_.empty()) error_ = std::string("kda_prefill_v1: ") + name + " " + what;
+  }
+  const std::string& error() const { return error_; }
+
+ private:
+  template <class Dims>
+  static std::string text(const Dims& dims) {
+    std::string s = "[";
+    for (int64_t n : dims) s += (s.size() > 1 ? ", " : "") + std::to_string(n);
+    return s + "]";
+  }
+  std::string error_;
+};
+
+// An absent operand is an array without elements.
+template <class T>
+const T* optional(ffi::AnyBuffer b) {
+  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
+}
+
+}  // namespace
+
+ffi::Error make_problem(PrefillOperands in, PrefillResults res, PrefillAttributes at, Problem* p) {
+  Checker check;
+  const auto q = in.q.dimensions(), v = in.v.dimensions();
+  if (q.size() != 3 || v.size() != 3)
+    return ffi::Error::InvalidArgument("kda_prefill_v1: q and v must have rank 3: [T, H, channels]");
+  const int64_t T = q[0], H = q[1], K = q[2], V = v[2];
+  const int64_t N = in.seqs.dimensions().size() == 2 ? in.seqs.dimensions()[0] : -1;
+  const int64_t NC = in.chunks.dimensions().size() == 2 ? in.chunks.dimensions()[0] : -1;
+  const int64_t M = in.checkpoints.dimensions().size() == 2 ? in.checkpoints.dimensions()[0] : -1;
+  const int64_t rows = at.state_kv ? K : V, cols = at.state_kv ? V : K;
+
+  *p = Problem{};
+  p->q = check.tensor("q", in.q);
+  p->k = check.tensor("k", in.k);
+  p->v = check.tensor("v", in.v);
+  p->g = check.tensor("g", in.g);
+  p->beta = check.tensor("beta", in.beta);
+  check.shape("k", in.k, {T, H, K});
+  check.shape("v", in.v, {T, H, V});
+  check.shape("g", in.g, {T, H, K});
+  check.shape("beta", in.beta, {T, H});
+  check.shape("seqs", in.seqs, {N, 4});
+  check.shape("chunks", in.chunks, {NC, 4});
+  check.shape("checkpoints", in.checkpoints, {M, 2});
+  check.type("seqs", in.seqs, ffi::DataType::S32);
+  check.type("chunks", in.chunks, ffi::DataType::S32);
+  check.type("checkpoints", in.checkpoints, ffi::DataType::S32);
+  check.type("A_log", in.A_log, ffi::DataType::F32);
+  check.type("dt_bias", in.dt_bias, ffi::DataType::F32);
+  check.type("initial_state", in.initial_state, ffi::DataType::F32);
+  check.type("has_initial_state", in.has_initial_state, ffi::DataType::PRED);
+  if (at.gate < 0 || at.gate > 2) check.fail("gate", "must be 0, 1 or 2");
+  if (at.gate != int32_t(Gate::kActivated)) {
+    check.shape("A_log", in.A_log, {H});
+    check.shape("dt_bias", in.dt_bias, {H, K});
+  }
+  if (in.initial_state.element_count())
+    check.shape("initial_state", in.initial_state, {N, H, rows, cols});
+  if (in.has_initial_state.element_count())
+    check.shape("has_initial_state", in.has_initial_state, {N});
+  check.shape("out", *res.out, {T, H, V});
+  check.type("out", *res.out, in.v.element_type());
+  check.shape("final_state", *res.final_state, {N, H, rows, cols});
+  check.type("final_state", *res.final_state, ffi::DataType::F32);
+  check.shape("checkpoint_state", *res.checkpoint_state, {M, H, rows, cols});
+  check.type("checkpoint_state", *res.checkpoint_state, ffi::DataType::F32);
+  if (!check.error().empty()) return ffi::Error::InvalidArgument(check.error());
+
+  p->A_log = optional<float>(in.A_log);
+  p->dt_bias = optional<float>(in.dt_bias);
+  p->initial_state = optional<float>(in.initial_state);
+  p->has_initial_state = optional<uint8_t>(in.has_initial_state);
+  p->seqs = optional<int32_t>(in.seqs);
+  p->chunks = optional<int32_t>(in.chunks);
+  p->checkpoints = optional<int32_t>(in.checkpoints);
+  p->out = res.out->untyped_data();
+  p->final_state = static_cast<float*>(res.final_state->untyped_data());
+  p->checkpoint_state = static_cast<float*>(res.checkpoint_state->untyped_data());
+  p->workspace = res.workspace->untyped_data();
+  p->workspace_bytes = int64_t(res.workspace->size_bytes());
+  p->T = T;
+  p->N = N;
+  p->NC = NC;
+  p->M = M;
+  p->H = int32_t(H);
+  p->K = int32_t(K);
+  p->V = int32_t(V);
+  p->C = at.chunk_size;
+  p->scale = at.scale;
+  p->lower_bound = at.lower_bound;
+  p->gate = Gate(at.gate);
+  p->l2norm = at.l2norm;
+  p->state_kv = at.state_kv;
+  p->mixed = at.mixed;
+  p->groups = at.groups;
+  p->slab_chunks = at.slab_chunks;
+  return ffi::Error::Success();
+}
+
+}  // namespace kda

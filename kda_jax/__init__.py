@@ -1,0 +1,22 @@
+"""Kimi Delta Attention for JAX: chunk prefill with states exported inside the prompt."""
+
+from .backends import checkpoint_alignment, register_backend, supports
+from .metadata import Capacity, ChunkMetadata
+from .ops import chunk_kda, chunk_kda_prefill
+from .types import Backend, CallSpec, KDAResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "CallSpec",
+    "Capacity",
+    "ChunkMetadata",
+    "KDAResult",
+    "__version__",
+    "checkpoint_alignment",
+    "chunk_kda",
+    "chunk_kda_prefill",
+    "register_backend",
+    "supports",
+]

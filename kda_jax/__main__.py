@@ -1,0 +1,8 @@
+"""python -m kda_jax {prefill,resume,doctor}."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

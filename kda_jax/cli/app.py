@@ -1,0 +1,142 @@
+"""Arguments, and how errors reach the user: one line on stderr, exit code 2, no traceback.
+
+Commands are imported when they run, so `--help` is quick and `doctor` works where a package that
+only the others need is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .errors import CliError
+
+BACKENDS = ("auto", "fused", "chunked", "scan")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (2: an error, 1: `resume` found a difference)."""
+    parser = build_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse exits; a caller of main() gets a number instead
+        return stop.code if isinstance(stop.code, int) else 0
+    try:
+        code = _command(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`| head`): nothing to tell, and nothing left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ImportError as error:
+        missing = (error.name or str(error)).split(".")[0]
+        extra = "'kda-jax[plot]'" if missing == "matplotlib" else missing
+        message = f"the package {missing!r} does not load ({error}): pip install {extra}"
+    except CliError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename or 'file'}: {error.strerror or error}"
+    except (ValueError, NotImplementedError, RuntimeError, MemoryError) as error:
+        # The library's own messages say what to do; XLA's errors are RuntimeErrors.
+        message = str(error) or type(error).__name__
+    print(f"{parser.prog} {args.command}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _command(args: argparse.Namespace) -> int:
+    if args.command == "prefill":
+        from .prefill import prefill
+
+        return prefill(args)
+    if args.command == "resume":
+        from .resume import resume
+
+        return resume(args)
+    from kda_jax.cli.doctor import doctor
+
+    return doctor(as_json=args.json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kda_jax", description="Kimi Delta Attention prefill on real text, through XLA."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "prefill",
+        help="prefill text files as one packed batch",
+        description="Prefill text files as one packed batch: bytes -> seeded embedding -> one"
+        " KDA layer in Kimi-K3's form. Every backend's result is compared with `scan`.",
+    )
+    run.add_argument("files", nargs="+", metavar="FILE", help="text file; one document each")
+    run.add_argument(
+        "--checkpoint-every",
+        type=_integer(0),
+        default=256,
+        metavar="TOKENS",
+        help="export the state at each multiple inside a document; 0: none (default 256)",
+    )
+    run.add_argument("--save", metavar="PATH", help="write all states to a safetensors file")
+    run.add_argument("--plot", metavar="PNG", help="plot error and time per backend over length")
+    run.add_argument("--heads", type=_integer(1), default=4, help="default 4 (Kimi-K3: 96)")
+    run.add_argument("--head-dim", type=_integer(1, 256), default=128, help="1..256, default 128")
+    run.add_argument("--hidden", type=_integer(1), default=256, help="default 256 (Kimi-K3: 7168)")
+    run.add_argument("--seed", type=_integer(0, 2**32 - 1), default=0, help="weights, default 0")
+    run.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    run.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
+
+    again = commands.add_parser(
+        "resume",
+        help="continue a document from a saved checkpoint",
+        description="Continue a document from a saved checkpoint and compare with a run in one"
+        " piece; exit code 1 if they differ.",
+    )
+    again.add_argument("file", metavar="FILE", help="the document, as it was prefilled")
+    again.add_argument("--states", required=True, metavar="PATH", help="from prefill --save")
+    again.add_argument(
+        "--document",
+        metavar="NAME|INDEX",
+        help="which document of the saved batch FILE is (default: the one with FILE's name)",
+    )
+    again.add_argument(
+        "--checkpoint", type=_integer(1), metavar="OFFSET", help="token offset (default: the last)"
+    )
+    again.add_argument("--backend", choices=BACKENDS, help="default: what prefill was asked for")
+
+    look = commands.add_parser(
+        "doctor",
+        help="say what works on this machine and why the rest does not",
+        description="Versions, plugins, FFI API, devices, and which backends work here.",
+    )
+    look.add_argument("--json", action="store_true", help="the same as one JSON object")
+    return parser
+
+
+class _integer:
+    """argparse type: an integer within bounds, named in the error."""
+
+    def __init__(self, low: int, high: int | None = None):
+        self.low, self.high = low, high
+
+    def __call__(self, text: str) -> int:
+        want = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer, want {want}") from None
+        if value < self.low or (self.high is not None and value > self.high):
+            raise argparse.ArgumentTypeError(f"{value} is out of range, want {want}")
+        return value

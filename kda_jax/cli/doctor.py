@@ -1,0 +1,150 @@
+"""`doctor`: what is installed, which devices jax sees, which backends work here and why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import __version__, backends, native
+from ..ops import chunk_kda_prefill
+
+# Dimensions of the trial call: every released model has K = V = 128.
+_DIM = 128
+_PLUGIN = re.compile(r"jax[-_].*(plugin|pjrt)$", re.IGNORECASE)
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print the report; the exit code is 0, whatever is missing."""
+    found = report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        from .doctor_text import show  # rich is not needed for --json
+
+        show(found)
+    return 0
+
+
+def report() -> dict[str, Any]:
+    """The whole report, JSON-ready."""
+    devices, failure = _devices()
+    return {
+        "kda_jax": __version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "plugins": _plugins(),
+        "native": _native(),
+        "default_backend": None if failure else jax.default_backend(),
+        "devices": devices,
+        "device_error": failure,
+        "backends": [] if failure else [_backend(name) for name in _names()],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plugins() -> list[dict[str, str | None]]:
+    """Installed jax plugins; `problem` is set where one cannot work with this jax."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if _PLUGIN.match(name) or name.lower() in ("jaxlib-rocm", "jax-metal", "libtpu"):
+            found[name] = distribution.version
+    return [
+        {"name": name, "version": version, "problem": plugin_problem(name, version)}
+        for name, version in sorted(found.items())
+    ]
+
+
+def plugin_problem(name: str, version: str, jax_version: str = jax.__version__) -> str | None:
+    """Why a plugin of this version cannot serve this jax, and what to install; None: it can."""
+    if name.lower() == "jaxlib-rocm":
+        return "abandoned in 2023: uninstall it, install jax-rocm7-plugin and jax-rocm7-pjrt"
+    if not _PLUGIN.match(name):
+        return None  # versioned on its own
+    want = re.findall(r"\d+", jax_version)[:3]
+    if re.findall(r"\d+", version)[:3] != want:
+        return f"does not match jax {jax_version}: pip install '{name}=={'.'.join(want)}'"
+    return None
+
+
+def _native() -> dict[str, Any]:
+    status = native.status()
+    dotted = {
+        key: None if pair is None else ".".join(map(str, pair))
+        for key, pair in (("ffi", status.ffi_version), ("jaxlib", status.jaxlib_ffi_version))
+    }
+    return {
+        "library": None if status.library is None else str(status.library),
+        "ffi_version": dotted["ffi"],
+        "jaxlib_ffi_version": dotted["jaxlib"],
+        "available_platforms": list(status.available_platforms),
+        "reasons": dict(status.reasons),
+    }
+
+
+def _devices() -> tuple[list[dict[str, str]], str | None]:
+    """The devices of all platforms, or why jax found none."""
+    try:
+        devices = jax.devices()
+        if jax.default_backend() != "cpu":
+            devices = devices + jax.devices("cpu")
+    except RuntimeError as error:
+        return [], str(error).splitlines()[0]
+    return [{"platform": d.platform, "kind": d.device_kind, "id": str(d.id)} for d in devices], None
+
+
+def _names() -> list[str]:
+    names = list(backends.names())
+    return names if "auto" in names else ["auto", *names]
+
+
+def _backend(name: str) -> dict[str, Any]:
+    """Whether a backend takes a small call here, and whether its numbers are right."""
+    support = backends.supports(name, dtype="float32", K=_DIM, V=_DIM, H=1)
+    works, reason = bool(support), support.reason
+    if works:
+        try:
+            error = _trial(name)
+            works = error < 1e-4
+            reason = reason if works else f"wrong numbers: error {error:.1e} against scan"
+        except Exception as failure:
+            # A report must not die of what it reports.
+            works, reason = False, f"{type(failure).__name__}: {failure}".splitlines()[0]
+    return {
+        "name": name,
+        "works": works,
+        "runs": support.backend,
+        "checkpoint_alignment": backends.checkpoint_alignment(
+            name, dtype="float32", K=_DIM, V=_DIM, H=1
+        ),
+        "reason": reason,
+    }
+
+
+def _trial(name: str) -> float:
+    """Relative error of out against scan on 70 random tokens (two chunks)."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    tokens = 70
+    q, k, v, raw_g = (normal(1, tokens, 1, _DIM) for _ in range(4))
+    inputs = (q, k, v, raw_g, normal(1, tokens, 1), normal(1), normal(1, _DIM) - 4)
+    out = np.asarray(chunk_kda_prefill(*inputs, backend=name).out)
+    reference = np.asarray(chunk_kda_prefill(*inputs, backend="scan").out)
+    return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))

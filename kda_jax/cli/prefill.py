@@ -1,0 +1,152 @@
+"""`prefill`: text files as one packed batch through one KDA layer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from ..backends import supports
+from ..layer import KDALayerConfig, LayerStates
+from ..metadata import ChunkMetadata
+from . import documents as docs
+from . import screen, states_file
+from .errors import CliError
+from .measure import median_seconds, relative_error
+from .model import Model
+
+
+def prefill(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    batch = [docs.read(path) for path in args.files]
+    for option in ("save", "plot"):
+        _check_output(f"--{option}", getattr(args, option), args.files)
+    tokens, metadata = docs.pack(batch, args.checkpoint_every)
+    config = KDALayerConfig(
+        hidden=args.hidden,
+        heads=args.heads,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        backend=args.backend,
+    )
+    support = which(config, args.backend, checkpoints=metadata.num_checkpoints > 0)
+
+    out = screen.console()
+    with screen.progress() as progress:
+        task = progress.add_task("compile and run", total=3)
+        model = Model(config, args.seed)
+        # Copied once, explicitly: the timed calls then move nothing between host and device.
+        tokens, on_device = jax.device_put((tokens, metadata))
+        y, states = jax.block_until_ready(model.prefill(tokens, on_device, backend=args.backend))
+        progress.update(task, advance=1, description="measure")
+        seconds = median_seconds(lambda: model.prefill(tokens, on_device, backend=args.backend))
+        progress.update(task, advance=1, description="compare with scan")
+        reference = model.prefill(tokens, on_device, backend="scan")
+        rows = _errors(metadata, (y, states), reference)
+        progress.update(task, advance=1)
+
+    _print_documents(out, batch, metadata, rows)
+    rate = metadata.num_tokens / seconds
+    out.print(
+        f"speed    {rate:,.0f} tokens/s ({metadata.num_tokens:,} tokens in"
+        f" {seconds * 1e3:.1f} ms, warm median, {jax.default_backend()})"
+    )
+    out.print(
+        f"layer    hidden {config.hidden}, {config.heads} heads x {config.head_dim},"
+        f" {config.dtype}, seed {args.seed}"
+    )
+    out.print(f"backend  {support.backend}: {support.reason}")
+    if args.save:
+        states_file.save(args.save, model, batch, metadata, states, args.backend)
+        out.print(f"saved    {args.save}", soft_wrap=True)
+    if args.plot:
+        from .plot import plot  # matplotlib only where it is used
+
+        plot(args.plot, model, batch)
+        out.print(f"plot     {args.plot}", soft_wrap=True)
+    return 0
+
+
+def which(config: KDALayerConfig, backend: str, *, checkpoints: bool):  # type: ignore[no-untyped-def]
+    """The backend that a call goes to and why (backends.Support), or an error that says why not."""
+    support = supports(
+        backend,
+        dtype=config.dtype,
+        K=config.head_dim,
+        V=config.head_dim,
+        H=config.heads,
+        lower_bound=config.lower_bound,
+        chunk_size=docs.CHUNK_SIZE,
+        checkpoints=checkpoints,
+    )
+    if not support:
+        raise CliError(f"--backend {backend}: {support.reason} (see `kda_jax doctor`)")
+    return support
+
+
+def _check_output(option: str, path: str | None, inputs: Sequence[str]) -> None:
+    """Before the long part: can this file be written, and is it none of the inputs?"""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise CliError(f"{option} {path}: is a folder, name a file in it")
+    if not target.resolve().parent.is_dir():
+        raise CliError(f"{option} {path}: its folder does not exist, create it first")
+    if any(target.resolve() == Path(name).resolve() for name in inputs):
+        raise CliError(f"{option} {path}: is one of the documents, choose another name")
+
+
+Run = tuple[jax.Array, LayerStates]
+
+
+def _errors(metadata: ChunkMetadata, run: Run, reference: Run) -> list[tuple[float, float, float]]:
+    """Per document: error of out, of the final state, of all its checkpoints."""
+    (y, states), (y_ref, states_ref) = jax.device_get((run, reference))
+    bounds, owner = metadata.cu_seqlens, np.asarray(metadata.checkpoints)[:, 0]
+    return [
+        (
+            relative_error(y[bounds[i] : bounds[i + 1]], y_ref[bounds[i] : bounds[i + 1]]),
+            relative_error(states.final.recurrent[i], states_ref.final.recurrent[i]),
+            relative_error(
+                states.checkpoint.recurrent[owner == i],
+                states_ref.checkpoint.recurrent[owner == i],
+            ),
+        )
+        for i in range(metadata.num_sequences)
+    ]
+
+
+def _print_documents(
+    out: Console,
+    batch: Sequence[docs.Document],
+    metadata: ChunkMetadata,
+    errors: Sequence[tuple[float, float, float]],
+) -> None:
+    table = screen.table(
+        "Documents, and the relative error of out and states against scan",
+        "document",
+        "tokens",
+        "chunks",
+        "ckpts",
+        "out",
+        "final",
+        "ckpt",
+    )
+    chunks = np.diff(metadata.chunk_offsets)
+    for i, document in enumerate(batch):
+        inside = len(metadata.checkpoint_offsets[i])
+        values = [screen.error_text(e) for e in errors[i]]
+        table.add_row(
+            screen.fit(document.name),
+            f"{len(document.data):,}",
+            f"{chunks[i]:,}",
+            f"{inside:,}",
+            *values[:2],
+            values[2] if inside else "-",
+        )
+    out.print(table)

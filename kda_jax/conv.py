@@ -1,0 +1,235 @@
+"""The short causal convolution in front of the operator, over a packed batch.
+
+Each of q, k and v of a KDA layer passes a depthwise causal convolution of width W (4 in every
+released model) and silu. Per channel c and token t of one sequence:
+
+    y[t] = silu(sum_j weight[c, j] * x[t - (W - 1) + j])        j = 0 .. W-1
+
+Rows before the sequence's first token come from its state, the last W-1 *raw* rows (before the
+convolution), or are zeros. Sequence borders are int32 arrays of ChunkMetadata, so the lengths may
+change from step to step without a retrace; nothing here reads a device value.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .metadata import ChunkMetadata
+
+
+class ConvResult(NamedTuple):
+    """y [T, C]; final_state [N, C, W-1]; checkpoint_state [M, C, W-1]; all in x's dtype."""
+
+    y: jax.Array
+    final_state: jax.Array
+    checkpoint_state: jax.Array
+
+
+def token_positions(metadata: ChunkMetadata, num_rows: int) -> jax.Array:
+    """Position of each packed row inside its sequence, int32 [num_rows]; -1: padding."""
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if metadata.seqs.shape[0] == 0:
+        return jnp.full_like(rows, -1)
+    first = jnp.asarray(metadata.seqs)[:, 0]
+    end = first + jnp.maximum(jnp.asarray(metadata.seqs)[:, 1], 0)
+    # Ends never decrease and an empty sequence ends where it starts, so the first end past a row
+    # belongs to the row's sequence.
+    sequence = jnp.searchsorted(end, rows, side="right", method="scan_unrolled")
+    start = first[jnp.minimum(sequence, end.shape[0] - 1)]
+    return jnp.where(sequence < end.shape[0], rows - start, -1)
+
+
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    *,
+    initial_state: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    activation: str | None = "silu",
+) -> ConvResult:
+    """Depthwise causal convolution of packed sequences, with states at the end and inside.
+
+    Args:
+      x: [T, C], floating, T >= metadata's token capacity. Rows outside every sequence may hold
+        anything; their rows of y are zeros.
+      weight: [C, W], floating; column W-1 multiplies the token itself.
+      metadata: borders and checkpoints of the N = capacity.sequences sequences.
+      initial_state: [N, C, W-1] in x's dtype, oldest row first. None: zeros.
+      has_initial_state: bool [N]; a False row starts from zeros, whatever its state holds. None:
+        every row has one if initial_state is given.
+      activation: "silu" or None.
+
+    Returns:
+      ConvResult. y is accumulated in float32 (float64 for a float64 x). final_state holds the last
+      W-1 raw rows of each sequence, checkpoint_state those before each checkpoint's offset, which
+      is what final_state would be if the sequence ended there. A sequence shorter than W-1 shifts
+      its old state. Rows of padding are zeros.
+
+    Raises:
+      ValueError: a wrong shape or dtype, naming the argument and what it should be.
+    """
+    _check(x, weight, metadata, initial_state, has_initial_state, activation)
+    return _convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
+
+
+@functools.partial(jax.jit, static_argnames=("activation",))
+def _convolve(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    initial_state: jax.Array | None,
+    has_initial_state: jax.Array | None,
+    *,
+    activation: str | None,
+) -> ConvResult:
+    num_rows, width = x.shape[0], weight.shape[1]
+    seqs, checkpoints = jnp.asarray(metadata.seqs), jnp.asarray(metadata.checkpoints)
+
+    state = None
+    if initial_state is not None:
+        used = seqs[:, 1] >= 0
+        if has_initial_state is not None:
+            used = used & has_initial_state
+        state = jnp.where(used[:, None, None], initial_state, jnp.zeros((), x.dtype))
+
+    final = _window(x, state, seqs, jnp.arange(seqs.shape[0]), seqs[:, 1], width)
+    # A padded checkpoint row names sequence -1: read any row, then blank it by the offset.
+    offset = jnp.where(checkpoints[:, 0] >= 0, checkpoints[:, 1], -1)
+    inside = _window(x, state, seqs, jnp.maximum(checkpoints[:, 0], 0), offset, width)
+
+    position = token_positions(metadata, num_rows)
+    rows = [
+        jnp.where((position >= lag)[:, None], _shift(x, lag), jnp.zeros((), x.dtype))
+        for lag in range(width - 1, -1, -1)
+    ]
+    y = _weighted_sum(rows, weight, activation)
+    if state is not None and width > 1 and num_rows > 0:
+        y = _write_heads(y, x, state, weight, seqs, activation)
+    return ConvResult(y, final, inside)
+
+
+def _shift(x: jax.Array, lag: int) -> jax.Array:
+    """Row t becomes row t - lag; the first `lag` rows are zeros."""
+    return jnp.pad(x, ((lag, 0), (0, 0)))[: x.shape[0]]
+
+
+def _weighted_sum(rows: list[jax.Array], weight: jax.Array, activation: str | None) -> jax.Array:
+    """The W rows [..., C] under the taps of one token, oldest first -> that token's output."""
+    dtype = jnp.promote_types(rows[0].dtype, jnp.float32)
+    total = sum(row.astype(dtype) * weight[:, j].astype(dtype) for j, row in enumerate(rows))
+    if activation == "silu":
+        total = jax.nn.silu(total)
+    return jnp.asarray(total, rows[0].dtype)
+
+
+def _write_heads(
+    y: jax.Array,
+    x: jax.Array,
+    state: jax.Array,
+    weight: jax.Array,
+    seqs: jax.Array,
+    activation: str | None,
+) -> jax.Array:
+    """Overwrite the first W-1 outputs of each sequence: the only ones that see its old state.
+
+    Working on N * (W-1) rows instead of selecting among T rows keeps the cost of a state off the
+    long dimension.
+    """
+    num_rows, reach = x.shape[0], weight.shape[1] - 1
+    first, length = seqs[:, 0:1], seqs[:, 1:2]
+    step = jnp.arange(reach)[None, :]
+    index = first + step
+    head = x[jnp.minimum(index, num_rows - 1)]
+    window = jnp.concatenate([state.swapaxes(1, 2), head], axis=1)  # [N, 2 (W-1), C]
+    out = _weighted_sum([window[:, j : j + reach] for j in range(reach + 1)], weight, activation)
+    # A short sequence has fewer rows than that: what lies past its end goes out of range.
+    index = jnp.where(step < length, index, num_rows)
+    return y.at[index.reshape(-1)].set(out.reshape(-1, out.shape[-1]), mode="drop")
+
+
+def _window(
+    x: jax.Array,
+    state: jax.Array | None,
+    seqs: jax.Array,
+    sequence: jax.Array,
+    offset: jax.Array,
+    width: int,
+) -> jax.Array:
+    """The W-1 raw rows before token `offset` of each named sequence: [R, C, W-1]; offset -1: 0."""
+    rows, channels, reach = sequence.shape[0], x.shape[1], width - 1
+    if rows == 0 or seqs.shape[0] == 0 or reach == 0:
+        return jnp.zeros((rows, channels, reach), x.dtype)
+    zero = jnp.zeros((), x.dtype)
+    source = x if x.shape[0] else jnp.zeros((1, channels), x.dtype)
+    token = offset[:, None] - reach + jnp.arange(reach)[None, :]  # [R, W-1], negative: old rows
+    index = jnp.clip(seqs[sequence, 0][:, None] + token, 0, source.shape[0] - 1)
+    taken = source[index].swapaxes(1, 2)
+    old = zero
+    if state is not None:
+        column = jnp.clip(token + reach, 0, reach - 1)
+        old = jnp.take_along_axis(state[sequence], column[:, None, :], axis=2)
+    window = jnp.where((token >= 0)[:, None, :], taken, old)
+    return jnp.where((offset >= 0)[:, None, None], window, zero)
+
+
+def _check(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    initial_state: jax.Array | None,
+    has_initial_state: jax.Array | None,
+    activation: str | None,
+) -> None:
+    if activation not in ("silu", None):
+        raise ValueError(f"activation is {activation!r}, want 'silu' or None")
+    if not isinstance(metadata, ChunkMetadata):
+        raise ValueError(
+            f"metadata is a {type(metadata).__name__}, want a ChunkMetadata:"
+            " build one with ChunkMetadata.from_seq_lens"
+        )
+    for name, array in (("x", x), ("weight", weight)):
+        if array.ndim != 2:
+            want = "[T, C]" if name == "x" else "[C, W]"
+            raise ValueError(f"{name} has shape {array.shape}, want {want}")
+        _check_floating(name, array)
+    if weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
+        raise ValueError(
+            f"weight has shape {weight.shape}, want ({x.shape[1]}, W): one row per channel of x"
+        )
+    if x.shape[0] < metadata.capacity.tokens:
+        raise ValueError(
+            f"x has {x.shape[0]} rows, metadata has room for {metadata.capacity.tokens}:"
+            " pad x with metadata.pad_tokens(x, 0)"
+        )
+    sequences = metadata.capacity.sequences
+    if initial_state is not None:
+        want_shape = (sequences, x.shape[1], weight.shape[1] - 1)
+        if initial_state.shape != want_shape:
+            raise ValueError(
+                f"initial_state has shape {initial_state.shape}, want {want_shape}:"
+                " [sequences, channels, W - 1]"
+            )
+        if initial_state.dtype != x.dtype:
+            raise ValueError(
+                f"initial_state is {initial_state.dtype}, x is {x.dtype}: the state holds rows"
+                " of x, pass it in x's dtype"
+            )
+    if has_initial_state is None:
+        return
+    if initial_state is None:
+        raise ValueError("has_initial_state is given without initial_state: pass both or neither")
+    if has_initial_state.shape != (sequences,) or has_initial_state.dtype != jnp.bool_:
+        raise ValueError(
+            f"has_initial_state is {has_initial_state.dtype} {has_initial_state.shape},"
+            f" want bool ({sequences},)"
+        )
+
+
+def _check_floating(name: str, array: jax.Array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name} is {array.dtype}, want a floating dtype")

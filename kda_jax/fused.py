@@ -1,0 +1,220 @@
+"""Backend "fused": one XLA FFI custom call, `kda_prefill_v1` (its kernel is in ffi/).
+
+Three layers, from the inside out: the custom call for each platform; `custom_vmap`, which folds a
+batch into the heads; `custom_vjp`, whose backward pass is that of the chunked backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from . import native
+from .chunked import ChunkedBackend
+from .metadata import ChunkMetadata
+from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
+
+_GATES = {"bounded": 0, "softplus": 1, "activated": 2}
+_TILE = 16
+_MAX_GROUPS = 64
+# Host workspace that is in flight at a time: large enough to keep many threads busy, small enough to
+# stay near the caches. Measured flat between 4 and 32 MiB (benchmarks/results/cpu.md).
+_HOST_SLAB_BYTES = 16 << 20
+
+Kernel = Callable[[KDAInputs, ChunkMetadata], KDAResult]
+
+
+class FusedBackend:
+    """The native kernel.
+
+    Args:
+      portable: for "auto". Lowers to the custom call on the platforms whose kernel is built and to
+        the chunked form on every other, so that one exported program runs anywhere. An explicit
+        "fused" (False) is the custom call on every platform that it is lowered for.
+      mixed: 16-bit operands with float32 accumulation, the GPU kernels' arithmetic; on the CPU a
+        reference for them, and slower than the float32 operands it uses otherwise.
+    """
+
+    name = "fused"
+    checkpoint_alignment = 1
+
+    def __init__(self, portable: bool = False, mixed: bool = False) -> None:
+        self.portable = portable
+        self.mixed = mixed
+
+    def unsupported(self, spec: CallSpec) -> str | None:
+        status = native.status()
+        if spec.platform not in status.available_platforms:
+            return status.reasons.get(
+                spec.platform, f"there is no kernel for platform {spec.platform!r}; use 'chunked'"
+            )
+        for name in spec.dtypes:
+            if name not in ("bfloat16", "float16", "float32"):
+                return f"its kernel has no {name}; cast the inputs or use 'chunked'"
+        if spec.K not in (64, 128):
+            return f"its kernel has K = 64 and 128, not {spec.K}; use 'chunked'"
+        if spec.V % _TILE or not _TILE <= spec.V <= 256:
+            return f"its kernel takes V in multiples of 16 up to 256, not {spec.V}; use 'chunked'"
+        if spec.groups is not None and spec.groups > _MAX_GROUPS:
+            return f"it splits a sequence into at most {_MAX_GROUPS} groups, not {spec.groups}"
+        return None
+
+    def run(self, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:
+        return _differentiable(self.portable, self.mixed, config)(inputs, metadata)
+
+
+FUSED = FusedBackend()
+FUSED_AUTO = FusedBackend(portable=True)
+_CHUNKED = ChunkedBackend()
+
+
+@functools.cache
+def _differentiable(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
+    forward = _batched(portable, mixed, config)
+
+    @jax.custom_vjp
+    def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
+        return forward(inputs, metadata)
+
+    def prefill_fwd(inputs: KDAInputs, metadata: ChunkMetadata):
+        return forward(inputs, metadata), (inputs, metadata)
+
+    def prefill_bwd(residuals, cotangents: KDAResult):
+        inputs, metadata = residuals
+        _, pull_back = jax.vjp(lambda x: _chunked(x, metadata, config), inputs)
+        return *pull_back(cotangents), None
+
+    prefill.defvjp(prefill_fwd, prefill_bwd)
+    return prefill
+
+
+def _chunked(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> KDAResult:
+    from dataclasses import replace
+
+    return _CHUNKED.run(inputs, replace(config, groups=None), metadata)
+
+
+def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
+    def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
+        built = native.status().available_platforms if portable else native.PLATFORMS
+        branches = {
+            p: functools.partial(_custom_call, config=config, mixed=mixed) for p in built
+        }
+        default = functools.partial(_chunked, config=config) if portable else None
+        return lax.platform_dependent(inputs, metadata, **branches, default=default)
+
+    batched = custom_vmap(prefill)
+
+    @batched.def_vmap
+    def rule(size: int, in_batched, inputs: KDAInputs, metadata: ChunkMetadata):
+        inputs_batched, metadata_batched = in_batched
+        if any(jax.tree.leaves(metadata_batched)):  # another layout in each: nothing to fold
+            inputs, metadata = jax.tree.map(
+                lambda x, b: x if b else jnp.broadcast_to(x, (size, *x.shape)),
+                (inputs, metadata), (inputs_batched, metadata_batched),
+            )
+            result = lax.map(lambda x: batched(*x), (inputs, metadata))
+        else:
+            result = _unfold(batched(_fold(size, inputs, inputs_batched), metadata), size)
+        return result, jax.tree.map(lambda _: True, result)
+
+    return batched
+
+
+# The head axis of each array, without the batch axis.
+_HEAD_AXIS = KDAInputs(1, 1, 1, 1, 1, 0, 0, 1, None)  # type: ignore[arg-type]
+
+
+def _fold(size: int, inputs: KDAInputs, batched: KDAInputs) -> KDAInputs:
+    """Turns a batch of ``size`` calls on one layout into one call on ``size`` times the heads."""
+    has = inputs.has_initial_state
+    if has is not None and batched.has_initial_state:
+        # Which rows count differs from call to call, and a row holds all calls' heads: select now.
+        assert inputs.initial_state is not None
+        keep = has[..., None, None, None]
+        state = jnp.where(keep, inputs.initial_state, 0)
+        inputs = inputs._replace(initial_state=state, has_initial_state=None)
+        batched = batched._replace(initial_state=True, has_initial_state=None)
+
+    def fold(x, is_batched, axis):
+        if x is None or axis is None:
+            return x
+        if not is_batched:
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    return KDAInputs(*(fold(x, b, axis) for x, b, axis in zip(inputs, batched, _HEAD_AXIS, strict=True)))
+
+
+def _unfold(result: KDAResult, size: int) -> KDAResult:
+    def unfold(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], size, -1, *x.shape[2:]), 1, 0)
+
+    return KDAResult(*map(unfold, result))
+
+
+def _custom_call(
+    inputs: KDAInputs, metadata: ChunkMetadata, *, config: KDAConfig, mixed: bool
+) -> KDAResult:
+    _, H, K = inputs.q.shape
+    V, (N, M) = inputs.v.shape[-1], (metadata.capacity.sequences, metadata.capacity.checkpoints)
+    groups = 1 if config.groups is None else config.groups
+    slab, workspace = host_workspace(H, K, V, metadata, groups)
+    state = (V, K) if config.state_layout == "vk" else (K, V)
+    call = jax.ffi.ffi_call(
+        native.TARGET,
+        (
+            jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
+            jax.ShapeDtypeStruct((N, H, *state), jnp.float32),
+            jax.ShapeDtypeStruct((M, H, *state), jnp.float32),
+            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+        ),
+    )
+    absent = jnp.zeros((0,), jnp.float32)
+    optional = [absent if x is None else x for x in inputs[5:8]]
+    has = inputs.has_initial_state
+    out, final, saved, _ = call(
+        *inputs[:5],
+        *optional,
+        jnp.zeros((0,), jnp.bool_) if has is None else has,
+        metadata.seqs,
+        metadata.chunks,
+        metadata.checkpoints,
+        scale=np.float32(config.scale),
+        lower_bound=np.float32(config.lower_bound),
+        gate=np.int32(_GATES[config.gate]),
+        chunk_size=np.int32(metadata.chunk_size),
+        groups=np.int32(groups),
+        slab_chunks=np.int32(slab),
+        l2norm=config.l2norm,
+        state_kv=config.state_layout == "kv",
+        mixed=mixed,
+    )
+    return KDAResult(out, final, saved)
+
+
+def host_workspace(
+    H: int, K: int, V: int, metadata: ChunkMetadata, groups: int = 1
+) -> tuple[int, int]:
+    """(chunks in flight, bytes of workspace) of the CPU kernel.
+
+    A chunk of one head leaves w, qg and kg ``[C, K]``, the lower 16 x 16 tiles of Aqk ``[C, C]``, u
+    ``[C, V]`` and the decay ``[K]``, in float32 (ffi/kernel/workspace.h). Groups need all chunks at
+    once, and a ``[V + K, K]`` matrix each.
+    """
+    C, capacity = metadata.chunk_size, metadata.capacity
+    tiles = C // _TILE
+    blob = 4 * (3 * C * K + tiles * (tiles + 1) // 2 * _TILE * _TILE + C * V + K)
+    if groups > 1:
+        slab = max(1, capacity.chunks)
+        matrices = 4 * capacity.sequences * H * groups * (V + K) * K
+        return slab, slab * H * blob + matrices
+    slab = max(1, min(capacity.chunks, _HOST_SLAB_BYTES // (H * blob)))
+    return slab, slab * H * blob

@@ -1,0 +1,132 @@
+"""Checks of the operator's arguments: every mistake is a `ValueError` before anything runs.
+
+Only shapes, dtypes and Python values are looked at, so the checks work on tracers.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .metadata import ChunkMetadata
+
+MAX_DIM = 256
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_floating(name: str, x: Any) -> None:
+    """An array of bfloat16, float16 or float32; float64 only with jax_enable_x64."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(x).__name__}, want a NumPy or JAX array")
+    if x.dtype.name not in _FLOATS:
+        raise ValueError(
+            f"{name} has dtype {x.dtype}, want bfloat16, float16 or float32: cast it first"
+        )
+    if x.dtype.name == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{name} has dtype float64, which needs jax_enable_x64: "
+            "turn it on, or cast to float32"
+        )
+
+
+def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
+    if tuple(x.shape) != want:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, want {want}: {axes}")
+
+
+def check_tensors(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str
+) -> tuple[int, int, int, int, int]:
+    """Checks q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B,T,H,K,V."""
+    for name, x in (("q", q), ("k", k), ("v", v), (g_name, g), (beta_name, beta)):
+        check_floating(name, x)
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}, want 4 axes [B, T, H, K]")
+    B, T, H, K = q.shape
+    axes = "[B, T, H, K] as q"
+    check_shape("k", k, (B, T, H, K), axes)
+    check_shape(g_name, g, (B, T, H, K), axes)
+    check_shape(beta_name, beta, (B, T, H), "[B, T, H] as q")
+    if v.ndim != 4 or v.shape[:3] != (B, T, H):
+        raise ValueError(f"v has shape {tuple(v.shape)}, want [B, T, H, V] with {(B, T, H)} as q")
+    V = v.shape[3]
+    for name, axis, size in (("q", "K", K), ("v", "V", V)):
+        if not 1 <= size <= MAX_DIM:
+            raise ValueError(f"{name} has {axis} = {size} channels, want 1..{MAX_DIM}")
+    if H < 1:
+        raise ValueError(f"q has shape {tuple(q.shape)}: no heads")
+    return B, T, H, K, V
+
+
+def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> None:
+    check_floating("A_log", A_log)
+    check_floating("dt_bias", dt_bias)
+    check_shape(
+        "A_log", A_log, (H,), "[H], one per head (drop the padding of a checkpoint file first)"
+    )
+    check_shape("dt_bias", dt_bias, (H, K), "[H, K]")
+    if lower_bound is None:
+        return
+    if not _is_number(lower_bound) or not -5.0 <= lower_bound < 0.0:
+        raise ValueError(
+            f"lower_bound is {lower_bound!r}, want a number in [-5, 0) for the bounded gate, "
+            "or None for the softplus gate"
+        )
+
+
+def check_metadata(metadata: Any, B: int, T: int) -> None:
+    if not isinstance(metadata, ChunkMetadata):
+        raise ValueError(
+            f"metadata is a {type(metadata).__name__}, want a ChunkMetadata "
+            "(ChunkMetadata.from_seq_lens(...))"
+        )
+    if B != 1:
+        raise ValueError(
+            f"q has {B} batch rows, want 1: with metadata the sequences are packed on axis 1"
+        )
+    if metadata.capacity.tokens > T:
+        raise ValueError(
+            f"metadata covers {metadata.capacity.tokens} tokens, but q has {T}: "
+            "pad the inputs with metadata.pad_tokens(x, axis=1)"
+        )
+
+
+def check_state(
+    initial_state: Any, has_initial_state: Any, want: tuple[int, ...], layout: str
+) -> None:
+    if has_initial_state is not None:
+        if initial_state is None:
+            raise ValueError("has_initial_state is given without initial_state; pass both")
+        if not isinstance(has_initial_state, jax.Array | np.ndarray):
+            raise ValueError(
+                f"has_initial_state is a {type(has_initial_state).__name__}, "
+                f"want a bool array of shape {want[:1]}"
+            )
+        if has_initial_state.dtype != jnp.bool_:
+            raise ValueError(f"has_initial_state has dtype {has_initial_state.dtype}, want bool")
+        check_shape("has_initial_state", has_initial_state, want[:1], "[N], one per sequence")
+    if initial_state is not None:
+        check_floating("initial_state", initial_state)
+        axes = "[N, H, V, K]" if layout == "vk" else "[N, H, K, V]"
+        check_shape("initial_state", initial_state, want, f"{axes} with state_layout={layout!r}")
+
+
+def check_options(scale: Any, state_layout: Any, groups: Any) -> None:
+    if scale is not None and (not _is_number(scale) or not math.isfinite(scale)):
+        raise ValueError(f"scale is {scale!r}, want a finite Python number, or None for K**-0.5")
+    if state_layout not in ("vk", "kv"):
+        raise ValueError(f"state_layout is {state_layout!r}, want 'vk' or 'kv'")
+    if groups is not None and (
+        isinstance(groups, bool) or not isinstance(groups, numbers.Integral) or groups < 1
+    ):
+        raise ValueError(f"groups is {groups!r}, want an integer >= 1, or None")
+
+
+def _is_number(x: Any) -> bool:
+    """A Python or NumPy real number: a traced value could not choose the program."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
