@@ -76,8 +76,8 @@ def measure_ceilings(size: int = 2048, copy_bytes: int = 1 << 29, budget: float 
     )
     work = 2.0 * size**3
     return Ceilings(
-        float32_flops=work / min(timings["xla"].low, timings["numpy"].low),
-        bfloat16_flops=work / timings["bf16"].low,
+        float32_flops=work / min(timings["xla"].best, timings["numpy"].best),
+        bfloat16_flops=work / timings["bf16"].best,
         copy_bandwidth=_copy_bandwidth(copy_bytes, budget),
     )
 
@@ -93,4 +93,4 @@ def _copy_bandwidth(size: int, budget: float) -> float:
             for done in [pool.submit(np.copyto, to, of) for of, to in parts]:
                 done.result()
 
-        return 2.0 * source.nbytes / measure({"copy": copy}, budget=budget)["copy"].low
+        return 2.0 * source.nbytes / measure({"copy": copy}, budget=budget)["copy"].best

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kda_jax
+
 # The instruction sets that decide how fast the host kernel can be.
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve")
-_PACKAGES = ("kda-jax", "jax", "jaxlib", "numpy", "flax")
+_PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def describe() -> dict[str, Any]:
@@ -24,7 +26,8 @@ def describe() -> dict[str, Any]:
         "flags": _flags(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {"kda_jax": kda_jax.__version__}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command(),
@@ -66,10 +69,3 @@ def _cpu_model() -> str:
 def _flags() -> list[str]:
     have = set(_cpuinfo("flags", "Features").split())
     return [flag for flag in _FLAGS if flag in have]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -8,14 +8,20 @@ from typing import Any
 _COLORS = {"fused": "#d62728", "chunked": "#1f77b4", "scan": "#2ca02c"}
 
 
-def save(results: dict[str, Any], path: Path) -> None:
-    """Write a PNG of the one-sequence rows; wrong results are not drawn."""
+def save(results: dict[str, Any], path: Path) -> bool:
+    """Write a PNG of the one-sequence rows; False if there are none. Wrong results are not drawn.
+
+    Raises:
+      ImportError: matplotlib is missing.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = [row for row in results["prefill"] if row["sequences"] == 1]
+    if not rows:
+        return False
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     heads = sorted({row["H"] for row in rows})
     figure, axes = plt.subplots(
@@ -35,6 +41,7 @@ def save(results: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"{results['machine']['cpu']}, {results['machine']['cores']} cores", fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], backends: list[str]) -> None:

@@ -6,37 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kda_jax import ChunkMetadata, KDAResult, chunk_kda_prefill, supports
-from kda_jax.testing import relative_error
+from kda_jax import KDAResult, chunk_kda_prefill, supports
+from kda_jax.testing import TOLERANCES, make_case, relative_error, scan_in_float64
 
 from .floor import Ceilings, floor
 from .shapes import Shape
 from .timing import measure
-
-# Largest relative error against `scan` in float64 for a timing to count: (out, state).
-LIMITS = {"float32": (1e-5, 1e-5), "bfloat16": (5.1e-3, 4.2e-3)}
-NAMES = ("q", "k", "v", "raw_g", "raw_beta", "A_log", "dt_bias")
-
-
-def inputs(shape: Shape, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Inputs like those of a Kimi-K3 layer: most channels decay slowly; dt_bias in [-7.8, -1.4]."""
-    random = np.random.default_rng(seed)
-    rows, H, K, V = (1, shape.tokens), shape.H, shape.K, shape.V
-
-    def normal(*dims: int) -> np.ndarray:
-        return random.standard_normal(dims, np.float32).astype(jnp.dtype(dtype))
-
-    return {
-        "q": normal(*rows, H, K),
-        "k": normal(*rows, H, K),
-        "v": normal(*rows, H, V),
-        "raw_g": normal(*rows, H, K),
-        "raw_beta": normal(*rows, H),
-        "A_log": np.log(random.uniform(1.0, 4.0, H)).astype(np.float32),
-        "dt_bias": random.uniform(-7.8, -1.4, (H, K)).astype(np.float32),
-    }
 
 
 def run(
@@ -53,27 +29,27 @@ def run(
     A backend that does not run here is left out with the reason; one whose results are off keeps
     its time in the JSON, and the report prints no ratio for it.
     """
-    arrays = inputs(shape, dtype)
-    metadata = ChunkMetadata.from_seq_lens(shape.seq_lens)
-    reference = _reference(arrays, metadata)
-    on_device = [jnp.asarray(arrays[name]) for name in NAMES]
+    sizes: dict[str, Any] = {"H": shape.H, "K": shape.K, "V": shape.V}
+    case = make_case("k3", seq_lens=shape.seq_lens, dtype=dtype, initial_state=False, **sizes)
+    reference = scan_in_float64(case)
+    arrays = [jnp.asarray(x) for x in case.args]
     functions, rows, left_out = {}, {}, {}
     for name in backends:
-        support = supports(name, dtype=dtype, K=shape.K, V=shape.V, H=shape.H)
+        support = supports(name, dtype=dtype, **sizes)
         if not support:
             left_out[name] = support.reason
             continue
-        call = _call(name, on_device, metadata, step)
+        call = _call(name, arrays, case.metadata, step)
         result = call()
         errors = [
-            relative_error(np.asarray(x, np.float64), want)
-            for x, want in zip(result[:2], reference, strict=True)
+            relative_error(result.out, reference.out),
+            relative_error(result.final_state, reference.final_state),
         ]
         rows[name] = {
             "error_out": errors[0],
             "error_state": errors[1],
             # Written so that NaN fails.
-            "parity": all(e <= limit for e, limit in zip(errors, LIMITS[dtype], strict=True)),
+            "parity": all(e <= limit for e, limit in zip(errors, TOLERANCES[dtype], strict=True)),
         }
         functions[name] = call
     for name, timing in measure(functions, budget=budget).items():
@@ -82,9 +58,7 @@ def run(
         "shape": shape.name,
         "tokens": shape.tokens,
         "sequences": len(shape.seq_lens),
-        "H": shape.H,
-        "K": shape.K,
-        "V": shape.V,
+        **sizes,
         "dtype": dtype,
         "floor_s": floor(shape, dtype, ceilings),
         "backends": rows,
@@ -92,19 +66,9 @@ def run(
     }
 
 
-def _call(backend: str, arrays: list[jax.Array], metadata: ChunkMetadata, step: Any) -> Any:
+def _call(backend: str, arrays: list[jax.Array], metadata: Any, step: Any) -> Any:
     @jax.jit
     def prefill(arrays: Any, metadata: Any) -> KDAResult:
         return step(*arrays, metadata=metadata, backend=backend)
 
     return lambda: prefill(arrays, metadata)
-
-
-def _reference(
-    arrays: dict[str, np.ndarray], metadata: ChunkMetadata
-) -> tuple[np.ndarray, np.ndarray]:
-    """(out, final_state) of the token recurrence in float64, on the same rounded inputs."""
-    with jax.enable_x64(True):
-        wide = [np.asarray(arrays[name], np.float64) for name in NAMES]
-        result = chunk_kda_prefill(*wide, metadata=metadata, backend="scan")
-        return np.asarray(result.out), np.asarray(result.final_state)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kda_jax.testing import TOLERANCES
+
 from . import dispatch, floor, machine, metadata, plot, prefill, report
 from .shapes import CPU, SHAPES
 
@@ -33,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     image = None
     try:
-        plot.save(results, stem.with_suffix(".png"))
-        image = f"{args.name}.png"
+        if plot.save(results, stem.with_suffix(".png")):
+            image = f"{args.name}.png"
     except ImportError:
         console.print("no plot: matplotlib is missing, pip install 'kda-jax[plot]'")
     stem.with_suffix(".md").write_text(report.markdown(results, image))
@@ -66,7 +68,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "machine": machine.describe(),
         "ceilings": ceilings.to_json(),
         "backends": list(args.backends),
-        "limits": {dtype: list(prefill.LIMITS[dtype]) for dtype in args.dtypes},
+        "limits": {dtype: list(TOLERANCES[dtype]) for dtype in args.dtypes},
         "prefill": rows,
         "metadata": host,
         "dispatch": calls,

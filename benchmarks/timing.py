@@ -13,11 +13,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the median of ``samples`` samples of ``calls`` calls, and quartiles."""
+    """Seconds per call, over ``samples`` samples of ``calls`` calls: median, quartiles, best."""
 
     median: float
     low: float
     high: float
+    best: float
     samples: int
     calls: int
 
@@ -30,6 +31,7 @@ def measure(
     *,
     budget: float = 2.0,
     min_samples: int = 5,
+    min_slow_samples: int = 3,
     max_samples: int = 200,
     sample_time: float = 0.02,
 ) -> dict[str, Timing]:
@@ -37,8 +39,9 @@ def measure(
 
     Args:
       functions: what to time, by name; each is called twice before (compilation, warm-up).
-      budget: seconds to spend on each function, more if ``min_samples`` need more.
+      budget: seconds to spend on each function, more if the least number of samples needs more.
       min_samples, max_samples: bounds on the number of samples of each function.
+      min_slow_samples: replaces min_samples where one call alone takes the whole budget.
       sample_time: short functions are repeated until a sample lasts this long, in seconds.
     """
     calls: dict[str, int] = {}
@@ -48,7 +51,7 @@ def measure(
         once = _sample(function, 1)
         calls[name] = max(1, int(sample_time / once))
         rounds = min(rounds, int(budget / (once * calls[name])))
-    rounds = max(rounds, min_samples)
+    rounds = max(rounds, min_samples if rounds else min_slow_samples)
 
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -66,4 +69,4 @@ def _sample(function: Callable[[], Any], calls: int) -> float:
 
 def _summary(values: list[float], calls: int) -> Timing:
     low, median, high = np.percentile(values, [25, 50, 75])
-    return Timing(float(median), float(low), float(high), len(values), calls)
+    return Timing(float(median), float(low), float(high), min(values), len(values), calls)

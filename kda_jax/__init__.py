@@ -1,6 +1,7 @@
 """Kimi Delta Attention for JAX: chunk prefill with states exported inside the prompt."""
 
 from .backends import checkpoint_alignment, register_backend, supports
+from .export import export_checks
 from .metadata import Capacity, ChunkMetadata
 from .ops import chunk_kda, chunk_kda_prefill
 from .types import Backend, CallSpec, KDAResult
@@ -17,6 +18,7 @@ __all__ = [
     "checkpoint_alignment",
     "chunk_kda",
     "chunk_kda_prefill",
+    "export_checks",
     "register_backend",
     "supports",
 ]

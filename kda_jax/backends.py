@@ -130,7 +130,7 @@ def resolve(name: str, spec: CallSpec) -> tuple[Backend, str]:
 
 
 def _resolve_auto(spec: CallSpec) -> tuple[Backend, str]:
-    refusals = []
+    refusals: list[str] = []
     for backend in (_fused()[1], get("chunked")):
         why = _cannot_export(backend, spec) if spec.checkpoints else backend.unsupported(spec)
         if why is None:
@@ -251,7 +251,7 @@ def checkpoint_alignment(
 
 def current_platform() -> str:
     """The platform that jit compiles for by default: "cpu", "cuda", "rocm" or another name."""
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if default is None:
         name = jax.default_backend()
     else:

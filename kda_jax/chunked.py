@@ -25,7 +25,7 @@ from jax import lax
 
 from .gate import Activated, activate, starting_states, state_from_layout
 from .metadata import ChunkMetadata
-from .pairwise import decayed_products
+from .pairwise import join_rows
 from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
 
 # Chunks per slab: enough to fill a device between two serial steps, within this many elements of
@@ -113,7 +113,14 @@ def _slab(
     Returns the state after the slab, out ``[chunks, C, H, V]`` and the state after each chunk.
     """
     valid = jnp.arange(window.q.shape[1]) < chunks.rows[:, None]
-    operands = _operands(activate(window, config, valid))
+
+    # A loop, so that XLA does not fuse the gates into each of the many uses of their results.
+    def activate_chunk(x: tuple[Activated, jax.Array]) -> Activated:
+        (q, k, v, g, beta), rows = x
+        one = window._replace(q=q, k=k, v=v, g=g, beta=beta)
+        return activate(one, config, rows)
+
+    operands = _operands(lax.map(activate_chunk, (Activated(*window[:5]), valid)))
 
     def chunk(
         state: jax.Array, x: tuple[jax.Array, jax.Array, _Operands]
@@ -133,18 +140,10 @@ def _slab(
 def _operands(x: Activated) -> _Operands:
     """The state-free part of the chunk form, for all chunks of a slab."""
     q, k, v, g, beta = (y.swapaxes(1, 2) for y in x)  # [chunks, H, C, .]
-    kk, qk, through, after = decayed_products(q, k, g)
-    beta = beta[..., None]
-    from_start = jnp.exp(through)
-    rhs = jnp.concatenate([beta * k * from_start, beta * v], axis=-1)
-    # Only the strictly lower triangle is read: the diagonal is taken as ones.
-    solved = lax.linalg.triangular_solve(
-        beta * kk, rhs, left_side=True, lower=True, unit_diagonal=True
-    )
-    w, u = jnp.split(solved, [k.shape[-1]], axis=-1)
-    return _Operands(
-        w, u, q * from_start, k * jnp.exp(after), qk, decay=from_start[..., -1, :]
-    )
+    chunk = join_rows(q, k, g, beta)
+    w = _matmul("shij,shjk->shik", chunk.inverse, chunk.k_start)
+    u = _matmul("shij,shjv->shiv", chunk.inverse, beta[..., None] * v)
+    return _Operands(w, u, chunk.q_start, chunk.k_end, chunk.Aqk, chunk.decay)
 
 
 def _matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -186,7 +185,9 @@ def _windows(inputs: KDAInputs, table: _Table, chunk_size: int, slab: int) -> KD
         x: jnp.take(getattr(inputs, x), rows, axis=0, mode="clip")
         for x in ("q", "k", "v", "g", "beta")
     }
-    return KDAInputs(**gathered, A_log=None, dt_bias=None, initial_state=None, has_initial_state=None)
+    return KDAInputs(
+        **gathered, A_log=None, dt_bias=None, initial_state=None, has_initial_state=None
+    )
 
 
 def _unwindow(out: jax.Array, metadata: ChunkMetadata, num_rows: int) -> jax.Array:
@@ -202,6 +203,8 @@ def _unwindow(out: jax.Array, metadata: ChunkMetadata, num_rows: int) -> jax.Arr
 
 
 def _put_rows(buffer: jax.Array, rows: jax.Array, where: jax.Array, index: jax.Array) -> jax.Array:
-    """``buffer[index] = rows`` where ``where``; the other rows go to distinct indices past the end."""
+    """``buffer[index] = rows`` where ``where``; the others go to distinct rows past the end."""
+    if buffer.shape[0] == 0:  # no checkpoints: the transpose would gather from no rows
+        return buffer
     skip = buffer.shape[0] + jnp.arange(index.shape[0], dtype=index.dtype)
     return buffer.at[jnp.where(where, index, skip)].set(rows, mode="drop", unique_indices=True)

@@ -1,11 +1,13 @@
 """Backend "fused": one XLA FFI custom call, `kda_prefill_v1` (its kernel is in ffi/).
 
-Three layers, from the inside out: the custom call for each platform; `custom_vmap`, which folds a
-batch into the heads; `custom_vjp`, whose backward pass is that of the chunked backend.
+Four layers, from the inside out: the custom call for each platform; the rule that shards it over
+heads (sharding.py); `custom_vmap`, which folds a batch into the heads; `custom_vjp`, whose backward
+pass is that of the chunked backend.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from jax.custom_batching import custom_vmap
 from . import native
 from .chunked import ChunkedBackend
 from .metadata import ChunkMetadata
+from .sharding import split_over_heads
 from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
 
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
@@ -95,9 +98,7 @@ def _differentiable(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
 
 
 def _chunked(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> KDAResult:
-    from dataclasses import replace
-
-    return _CHUNKED.run(inputs, replace(config, groups=None), metadata)
+    return _CHUNKED.run(inputs, dataclasses.replace(config, groups=None), metadata)
 
 
 def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
@@ -107,7 +108,11 @@ def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
             p: functools.partial(_custom_call, config=config, mixed=mixed) for p in built
         }
         default = functools.partial(_chunked, config=config) if portable else None
-        return lax.platform_dependent(inputs, metadata, **branches, default=default)
+
+        def kernel(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
+            return lax.platform_dependent(inputs, metadata, **branches, default=default)
+
+        return split_over_heads(kernel, inputs, metadata, config)
 
     batched = custom_vmap(prefill)
 
@@ -148,14 +153,15 @@ def _fold(size: int, inputs: KDAInputs, batched: KDAInputs) -> KDAInputs:
         if not is_batched:
             x = jnp.broadcast_to(x, (size, *x.shape))
         x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
 
     return KDAInputs(*(fold(x, b, axis) for x, b, axis in zip(inputs, batched, _HEAD_AXIS, strict=True)))
 
 
 def _unfold(result: KDAResult, size: int) -> KDAResult:
     def unfold(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], size, -1, *x.shape[2:]), 1, 0)
+        rows, heads = x.shape[:2]
+        return jnp.moveaxis(x.reshape(rows, size, heads // size, *x.shape[2:]), 1, 0)
 
     return KDAResult(*map(unfold, result))
 

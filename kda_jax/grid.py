@@ -95,7 +95,7 @@ def parse_checkpoints(offsets: Any, lengths: Array) -> tuple[Array, Array]:
     if isinstance(offsets, jax.Array):
         _host_integers(offsets, "checkpoint_offsets")
     if isinstance(offsets, np.ndarray) and offsets.ndim == 1 and offsets.dtype != object:
-        nested, items = False, offsets
+        nested, items = False, offsets.tolist()
     else:
         items = list(offsets)
         sized = {hasattr(kind, "__len__") for kind in set(map(type, items))}
@@ -201,6 +201,14 @@ def as_nested(sequence: Array, offset: Array, num_sequences: int) -> list[list[i
     for s, o in zip(sequence.tolist(), offset.tolist(), strict=True):
         nested[s].append(o)
     return nested
+
+
+def table(columns: tuple[Array, ...], rows: int) -> Array:
+    """The columns side by side, int32, with uninitialized rows after them."""
+    out = np.empty((rows, len(columns)), np.int32)
+    for i, column in enumerate(columns):
+        out[: column.size, i] = column
+    return out
 
 
 Offsets = Sequence[Sequence[int]] | Sequence[int] | Array

@@ -241,7 +241,8 @@ class KimiDeltaAttention(nnx.Module):
             final.append(result.final_state)
             inside.append(result.checkpoint_state)
         raw_g = self.f_b_proj(self.f_a_proj(x)).reshape(1, -1, c.heads, c.head_dim)
-        inputs = OpInputs(*convolved, raw_g, self.b_proj(x)[None])
+        q, k, v = convolved
+        inputs = OpInputs(q, k, v, raw_g, self.b_proj(x)[None])
         return inputs, jnp.concatenate(final, 1), jnp.concatenate(inside, 1)
 
     def _gated_norm(self, o: jax.Array, x: jax.Array) -> jax.Array:

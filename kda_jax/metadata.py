@@ -25,6 +25,7 @@ from .grid import (
     parse_checkpoints,
     parse_cu_seqlens,
     parse_seq_lens,
+    table,
 )
 
 
@@ -149,8 +150,6 @@ class ChunkMetadata:
         check_chunk_arrays(cu, chunk_size, chunk_indices, chunk_offsets)
         return _build(cu, chunk_size, checkpoint_offsets, capacity)
 
-    # Identity by content, so that equal layouts share one trace as a static argument.
-
     @property
     def on_host(self) -> bool:
         """Whether the arrays are NumPy, as they were built; False for device arrays and tracers."""
@@ -175,8 +174,6 @@ class ChunkMetadata:
         if not isinstance(other, ChunkMetadata) or not (self.on_host and other.on_host):
             return NotImplemented
         return self._content == other._content
-
-    # What the layout holds, without padding, as NumPy; only on the host.
 
     @functools.cached_property
     def num_sequences(self) -> int:
@@ -239,8 +236,6 @@ class ChunkMetadata:
                 "holds device arrays or tracers"
             )
 
-    # Padding of the operator's arrays.
-
     def pad_tokens(self, x: Any, axis: int = 1) -> Any:
         """Zero-pads the token axis of a NumPy or JAX array to ``capacity.tokens``."""
         return _pad(x, axis, self.capacity.tokens, "tokens")
@@ -277,23 +272,16 @@ def _build(
         raise ValueError(f"capacity is {capacity!r}, want None, 'bucket' or a Capacity")
 
     first_chunk = np.cumsum(grid.counts) - grid.counts
-    seqs = _table((cu[:-1], lengths, first_chunk, grid.counts), capacity.sequences)
+    seqs = table((cu[:-1], lengths, first_chunk, grid.counts), capacity.sequences)
     seqs[need.sequences :] = (tokens, -1, need.chunks, 0)
     columns = (grid.sequence, grid.first, grid.rows, grid.checkpoint)
-    chunks = _table(columns, capacity.chunks)
+    chunks = table(columns, capacity.chunks)
     chunks[need.chunks :] = (-1, tokens, 0, -1)
-    checkpoints = _table((sequence, offset), capacity.checkpoints)
+    checkpoints = table((sequence, offset), capacity.checkpoints)
     checkpoints[need.checkpoints :] = (-1, 0)
-    for table in (seqs, chunks, checkpoints):
-        table.flags.writeable = False
+    for rows in (seqs, chunks, checkpoints):
+        rows.flags.writeable = False
     return ChunkMetadata(seqs, chunks, checkpoints, chunk_size, capacity)
-
-
-def _table(columns: tuple[Array, ...], rows: int) -> Array:
-    table = np.empty((rows, len(columns)), np.int32)
-    for i, column in enumerate(columns):
-        table[: column.size, i] = column
-    return table
 
 
 def _next_power_of_two(n: int) -> int:

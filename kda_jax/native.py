@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.resources
 import os
 import re
 import threading
@@ -111,8 +112,9 @@ def _import() -> ModuleType:
     try:
         return importlib.import_module("kda_jax._native")
     except ModuleNotFoundError:
-        note = Path(__file__).with_name("_native_build.txt")
-        why = note.read_text().strip() if note.exists() else "the native library is not built"
+        # Not next to this file in an editable install.
+        note = importlib.resources.files(__package__) / "_native_build.txt"
+        why = note.read_text().strip() if note.is_file() else "the native library is not built"
         raise ImportError(f"{why}; {_REBUILD}") from None
     except ImportError as error:
         raise ImportError(f"the native library does not load ({error}); {_REBUILD}") from error

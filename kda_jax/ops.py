@@ -74,9 +74,7 @@ def chunk_kda_prefill(
     B, T, H, K, V = validate.check_tensors(q, k, v, raw_g, raw_beta, "raw_g", "raw_beta")
     validate.check_gate(A_log, dt_bias, lower_bound, H, K)
     gate: Gate = "softplus" if lower_bound is None else "bounded"
-    inputs = KDAInputs(
-        q, k, v, raw_g, raw_beta, A_log, dt_bias, initial_state, has_initial_state
-    )
+    inputs = KDAInputs(q, k, v, raw_g, raw_beta, A_log, dt_bias, initial_state, has_initial_state)
     bound = 0.0 if lower_bound is None else float(lower_bound)
     return _prefill(inputs, metadata, gate, bound, True, scale, state_layout, backend, groups)
 
@@ -112,7 +110,15 @@ def chunk_kda(
     validate.check_tensors(q, k, v, g, beta, "g", "beta")
     inputs = KDAInputs(q, k, v, g, beta, None, None, initial_state, has_initial_state)
     return _prefill(
-        inputs, metadata, "activated", 0.0, bool(use_qk_l2norm), scale, state_layout, backend, groups
+        inputs,
+        metadata,
+        "activated",
+        0.0,
+        bool(use_qk_l2norm),
+        scale,
+        state_layout,
+        backend,
+        groups,
     )
 
 
@@ -180,23 +186,15 @@ def _run(
 ) -> KDAResult:
     """Packs the batch and runs the backend; jitted so that eager calls compile once, too."""
     B, T = inputs.q.shape[:2]
+    q, k, v, g, beta = (x.reshape(B * T, *x.shape[2:]) for x in inputs[:5])
     wide = compute_dtype(inputs)
-    packed = inputs._replace(
-        **{x: _fold(getattr(inputs, x)) for x in ("q", "k", "v", "g", "beta")},
-        **{
-            x: None if (value := getattr(inputs, x)) is None else value.astype(wide)
-            for x in ("A_log", "dt_bias", "initial_state")
-        },
-    )
+    A_log, dt_bias, state = (None if x is None else x.astype(wide) for x in inputs[5:8])
+    packed = KDAInputs(q, k, v, g, beta, A_log, dt_bias, state, inputs.has_initial_state)
     if B * T == 0 or metadata.capacity.sequences == 0:
         result = _nothing_to_run(packed, config, metadata)
     else:
         result = backend.run(packed, config, metadata)
     return result._replace(out=result.out.reshape(B, T, *result.out.shape[1:]))
-
-
-def _fold(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def _nothing_to_run(inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:

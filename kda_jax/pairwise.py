@@ -1,68 +1,82 @@
-"""Products of rows of a chunk under their decay, for any gate: no exponent above zero.
+"""The state-free part of a chunk, for any gate: no exponent above zero, no difference of sums.
 
 ``exp(G_i - G_j)`` cannot be split into ``exp(G_i) * exp(-G_j)`` over a chunk: at g = -5 the second
-factor passes 2^127 after 18 rows, and where one gate is far below its neighbours the difference of
-the sums loses the neighbours' digits. So the chunk is halved, and again: between the two halves of
-a block the decay is (from the later half's start through row i) * (from after row j to the end of
-the earlier half). Both are sums of gates of one sign, built from the halves' own sums: nothing
-cancels, both exponents are <= 0, and a row's result depends on no later gate.
+factor passes 2^127 after 18 rows, and next to one gate of -150 the difference of the sums has lost
+the digits of the small ones. So the chunk is put together from blocks of one row, neighbours
+joining in pairs: between an earlier block a and a later block b the decay is (from row j to the
+end of a) * (from the start of b through row i), and each block carries its rows already decayed to
+its two ends. All factors are <= 1, and a row's result depends on no later gate.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def decayed_products(
-    q: jax.Array, k: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Decayed products of all pairs of rows, and the sums of the gates.
+class Chunk(NamedTuple):
+    """With G the sum of g from the chunk's start through a row.
 
-    Args:
-      q, k, g: ``[..., C, K]``, C a power of two.
-
-    Returns:
-      ``kk[..., i, j] = sum_d k_i k_j exp(G_i - G_j)`` for i > j, else 0;
-      ``qk[..., i, j] = sum_d q_i k_j exp(G_i - G_j)`` for i >= j, else 0;
-      the sum of g through each row, and the sum of g after each row, ``[..., C, K]``.
+    q_start ``q exp(G)``, k_start ``beta k exp(G)``, k_end ``k exp(G_last - G)``: ``[..., C, K]``;
+    decay ``exp(G_last)`` ``[..., K]``; Aqk ``[..., C, C]``; inverse ``(I + Akk)^-1``.
     """
-    *lead, rows, channels = k.shape
-    # Blocks of one row; each pass joins neighbours: kk, qk [..., blocks, size, size].
-    qk = jnp.sum(q * k, axis=-1)[..., None, None]
-    kk = jnp.zeros_like(qk)
-    through, after = g, jnp.zeros_like(g)
+
+    q_start: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
+    decay: jax.Array
+    Aqk: jax.Array
+    inverse: jax.Array
+
+
+def join_rows(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array) -> Chunk:
+    """Builds a `Chunk` from q, k, g ``[..., C, K]`` and beta ``[..., C]``, C a power of two.
+
+    The inverse is joined with the blocks: (I + [[a, 0], [c, b]])^-1 has -b^-1 c a^-1 below its
+    diagonal blocks. Unlike a product of powers of Akk, its terms do not outgrow the result.
+    """
+    *lead, blocks, channels = k.shape
     size = 1
-    while size < rows:
+    decay = jnp.exp(g)
+    q_start, k_start, k_end = q * decay, beta[..., None] * k * decay, k
+    Aqk = jnp.sum(q * k, axis=-1)[..., None, None]  # [..., blocks, size, size]
+    inverse = jnp.ones_like(Aqk)
+    while blocks > 1:
+        blocks //= 2
+        pairs = (*lead, blocks, 2, size, channels)
+        q_start, k_start, k_end = (x.reshape(pairs) for x in (q_start, k_start, k_end))
+        keys = k_end[..., 0, :, :].swapaxes(-1, -2)
+        Aqk = _join(Aqk, _matmul(q_start[..., 1, :, :], keys))
+        Akk = _matmul(k_start[..., 1, :, :], keys)
+        inverse_a, inverse_b = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        inverse = _join(inverse, -_matmul(_matmul(inverse_b, Akk), inverse_a))
 
-        def halves(x: jax.Array, size: int = size) -> tuple[jax.Array, jax.Array]:
-            x = x.reshape(*lead, rows // (2 * size), 2, size, channels)
-            return x[..., 0, :, :], x[..., 1, :, :]
-
-        through_a, through_b = halves(through)
-        after_a, after_b = halves(after)
-        keys = halves(k)[0] * jnp.exp(after_a)
-        decay_b = jnp.exp(through_b)
-        qk = _join(qk, _products(halves(q)[1] * decay_b, keys))
-        kk = _join(kk, _products(halves(k)[1] * decay_b, keys))
-        total_a, total_b = through_a[..., -1:, :], through_b[..., -1:, :]
-        through = jnp.concatenate([through_a, total_a + through_b], axis=-2)
-        after = jnp.concatenate([after_a + total_b, after_b], axis=-2)
+        total = jnp.sum(g.reshape(pairs), axis=-2, keepdims=True)
+        total_a, total_b = total[..., 0, :, :], total[..., 1, :, :]
+        is_b = jnp.arange(2)[:, None, None] == 1
+        to_start = jnp.where(is_b, jnp.exp(total_a)[..., None, :, :], 1)
+        q_start, k_start = q_start * to_start, k_start * to_start
+        k_end = k_end * jnp.where(is_b, 1, jnp.exp(total_b)[..., None, :, :])
         size *= 2
-    shape = (*lead, rows, rows)
-    return kk.reshape(shape), qk.reshape(shape), through.reshape(k.shape), after.reshape(k.shape)
+    return Chunk(
+        q_start.reshape(k.shape),
+        k_start.reshape(k.shape),
+        k_end.reshape(k.shape),
+        jnp.exp(jnp.sum(g, axis=-2)),
+        Aqk.squeeze(-3),
+        inverse.squeeze(-3),
+    )
 
 
-def _products(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum("...ik,...jk->...ij", x, y, precision=lax.Precision.HIGHEST)
+def _join(diagonal: jax.Array, below: jax.Array) -> jax.Array:
+    """Blocks twice as large, [[a, 0], [below, b]], from neighbours a and b."""
+    a, b = diagonal[..., 0::2, :, :], diagonal[..., 1::2, :, :]
+    top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([below, b], axis=-1)], axis=-2)
 
 
-def _join(diagonal: jax.Array, lower: jax.Array) -> jax.Array:
-    """Blocks twice as large: two neighbours on the diagonal, ``lower`` below, zeros above."""
-    *lead, blocks, size, _ = diagonal.shape
-    diagonal = diagonal.reshape(*lead, blocks // 2, 2, size, size)
-    early, late = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
-    top = jnp.concatenate([early, jnp.zeros_like(early)], axis=-1)
-    bottom = jnp.concatenate([lower, late], axis=-1)
-    return jnp.concatenate([top, bottom], axis=-2)
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

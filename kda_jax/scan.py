@@ -17,9 +17,9 @@ from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
 def recurrence(state: jax.Array, token: Activated) -> tuple[jax.Array, jax.Array]:
     """One token of every head: state ``[H, V, K]``, token rows ``[H, .]``; returns (state, out).
 
-        S = S * exp(g)
-        S = S + beta * (v - S k) k^T
-        o = S q                          (the scale is in q)
+    S = S * exp(g)
+    S = S + beta * (v - S k) k^T
+    o = S q                          (the scale is in q)
     """
     q, k, v, g, beta = token
     state = state * jnp.exp(g)[:, None, :]

@@ -27,10 +27,10 @@ def check_floating(name: str, x: Any) -> None:
         raise ValueError(
             f"{name} has dtype {x.dtype}, want bfloat16, float16 or float32: cast it first"
         )
-    if x.dtype.name == "float64" and not jax.config.jax_enable_x64:
+    x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    if x.dtype.name == "float64" and not x64:
         raise ValueError(
-            f"{name} has dtype float64, which needs jax_enable_x64: "
-            "turn it on, or cast to float32"
+            f"{name} has dtype float64, which needs jax_enable_x64: turn it on, or cast to float32"
         )
 
 
@@ -42,7 +42,7 @@ def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
 def check_tensors(
     q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str
 ) -> tuple[int, int, int, int, int]:
-    """Checks q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B,T,H,K,V."""
+    """q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B, T, H, K, V."""
     for name, x in (("q", q), ("k", k), ("v", v), (g_name, g), (beta_name, beta)):
         check_floating(name, x)
     if q.ndim != 4:

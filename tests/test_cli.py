@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.flax import load_file, save_file
 
 from kda_jax.cli import main
-from kda_jax.cli.doctor import plugin_problem
 
-SMALL = ["--heads", "2", "--head-dim", "16", "--hidden", "24", "--backend", "chunked"]
+# scan compiles fastest; what another backend computes is the business of its own tests.
+SMALL = ["--heads", "2", "--head-dim", "16", "--hidden", "24", "--backend", "scan"]
 TEXT = "It was the best of times, it was the worst of times. " * 8
 
 
@@ -57,14 +57,15 @@ def one_line_error(capsys, argv, *parts):
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err
-    assert captured.err.startswith("kda_jax")
+    assert captured.err.startswith("python -m kda_jax")
     for part in parts:
         assert part in captured.err, captured.err
 
 
 def test_prefill_table(docs, capsys):
     files = [str(docs / name) for name in ("a.txt", "empty.txt", "short.txt")]
-    assert main(["prefill", *files, "--checkpoint-every", "64", *SMALL]) == 0
+    argv = ["prefill", *files, "--checkpoint-every", "64", *SMALL, "--backend", "chunked"]
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert err == ""
     # Paths are shortened to fit; everything else must fit by itself.
@@ -78,7 +79,7 @@ def test_prefill_table(docs, capsys):
     assert cells["empty.txt"] == ["0", "0", "0", "exact", "exact", "-"]
     assert cells["short.txt"][:3] == ["40", "1", "0"]
     for value in (*cells["a.txt"][3:], *cells["short.txt"][3:5]):
-        assert value == "exact" or float(value) < 1e-5
+        assert value == "exact" or float(value) < 2e-6
     assert "tokens/s" in out and "backend  chunked: " in out
 
 
@@ -112,7 +113,7 @@ def test_saved_file_is_complete(docs, states):
     assert strings["format"] == "kda_jax.states" and strings["version"] == "1"
     config = json.loads(strings["config"])
     assert (config["hidden"], config["heads"], config["head_dim"]) == (24, 2, 16)
-    assert config["backend"] == "chunked" and strings["seed"] == "0"
+    assert config["backend"] == "scan" and strings["seed"] == "0"
     first = json.loads(strings["documents"])[0]
     assert first["sha256"] == hashlib.sha256((docs / "a.txt").read_bytes()).hexdigest()
 
@@ -133,7 +134,7 @@ def test_half_precision_round_trip(docs, tmp_path, capsys, dtype):
     [
         ([], 128),  # the last checkpoint
         (["--checkpoint", "64", "--document", "a.txt"], 64),
-        (["--checkpoint", "128", "--document", "0", "--backend", "scan"], 128),
+        (["--checkpoint", "128", "--document", "0", "--backend", "chunked"], 128),
     ],
 )
 def test_resume_equals_the_one_shot_run(docs, states, capsys, options, offset):
@@ -259,35 +260,6 @@ def test_plot(docs, tmp_path, capsys, monkeypatch):
     )
 
 
-def test_doctor(capsys):
-    assert main(["doctor"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and fits(out)
-    assert "scan" in out and "jaxlib" in out
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    backends = {b["name"]: b for b in found["backends"]}
-    assert {"auto", "fused", "chunked", "scan"} <= backends.keys()
-    assert backends["scan"]["works"] and backends["chunked"]["works"] and backends["auto"]["works"]
-    assert backends["scan"]["checkpoint_alignment"] == 1
-    assert all(b["reason"] for b in backends.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "problem"),
-    [
-        ("jax-cuda13-plugin", "0.10.2", None),
-        ("jax-rocm7-plugin", "0.10.2.post1", None),
-        ("jax-rocm7-pjrt", "0.9.1", "jax-rocm7-pjrt==0.10.2"),
-        ("jaxlib-rocm", "0.4.5", "abandoned"),
-        ("libtpu", "0.0.30", None),
-    ],
-)
-def test_doctor_flags_plugins(name, version, problem):
-    found = plugin_problem(name, version, jax_version="0.10.2")
-    assert found is None if problem is None else problem in found
-
-
 def test_as_a_process(docs, tmp_path):
     """The module entry, plain output at 80 columns, silence on stderr, exit codes."""
     root = Path(__file__).resolve().parent.parent
@@ -304,5 +276,7 @@ def test_as_a_process(docs, tmp_path):
     assert fits(done.stdout.replace(path, ""))
     done = run("resume", "a.txt", "--states", path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    done = run("resume", "short.txt", "--states", path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    env["JAX_PLATFORMS"] = "no_such_platform"
+    done = run("prefill", "short.txt")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "no device for JAX_PLATFORMS=no_such_platform" in done.stderr

@@ -14,7 +14,7 @@ from flax import nnx
 from kda_jax import ChunkMetadata
 from kda_jax.layer import KDACache, KDALayerConfig, KDAState, KimiDeltaAttention
 
-CONFIG = KDALayerConfig(hidden=24, heads=2, head_dim=8, dtype="float32", backend="chunked")
+CONFIG = KDALayerConfig(hidden=24, heads=2, head_dim=8, dtype="float32", backend="scan")
 
 
 def sigmoid(x):
@@ -71,10 +71,16 @@ def make(config=CONFIG, seed=0):
     return layer
 
 
-def run(layer, x, metadata, cache=None, **options):
-    graph, weights = nnx.split(layer)
-    step = jax.jit(lambda w, *a: nnx.merge(graph, w)(*a, **options))
-    return step(weights, x, metadata, cache)
+@functools.partial(jax.jit, static_argnames=("graph", "backend"))
+def _step(graph, weights, x, metadata, cache, backend):
+    return nnx.merge(graph, weights)(x, metadata, cache, backend=backend)
+
+
+def run(layer, x, metadata, cache=None, backend=None):
+    """The layer under jit, one compile for all tests of equal shapes."""
+    x = x if len(x) == metadata.capacity.tokens else metadata.pad_tokens(x, 0)
+    y, states = _step(*nnx.split(layer), x, metadata, cache, backend)
+    return y[: metadata.num_tokens], states
 
 
 def text(rows, seed=1, config=CONFIG):
@@ -89,6 +95,11 @@ def some_cache(sequences, seed=2, config=CONFIG):
     return KDAState(jnp.asarray(recurrent), jnp.asarray(conv))
 
 
+def lengths(seq_lens, **options):
+    """Bucketed, so that most tests share one compiled program."""
+    return ChunkMetadata.from_seq_lens(seq_lens, capacity="bucket", **options)
+
+
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 
 
@@ -97,9 +108,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 def test_packed_batch_with_states_equals_the_reference(lower_bound, backend):
     layer = make(dataclasses.replace(CONFIG, lower_bound=lower_bound))
     seq_lens = [70, 0, 2, 33]
-    metadata = ChunkMetadata.from_seq_lens(
-        seq_lens, checkpoint_offsets=[[64, 5], [], [], [33]], capacity="bucket"
-    )
+    metadata = lengths(seq_lens, checkpoint_offsets=[[64, 5], [], [], [33]])
     x = text(metadata.capacity.tokens)
     x[105:] = np.nan  # padding content has no effect
     state = some_cache(4)
@@ -113,8 +122,7 @@ def test_packed_batch_with_states_equals_the_reference(lower_bound, backend):
         close(states.final.recurrent[n], want_s)
         close(states.final.conv[n], want_conv)
         first += length
-    assert not np.any(y[first:])
-    # Padded rows of states are zeros too.
+    assert first == len(y)
     for row, (n, offset) in enumerate([(0, 64), (0, 5), (3, 33)]):
         begin = sum(seq_lens[:n])
         start = (state.recurrent[n], np.asarray(state.conv[n])) if has[n] else (None, None)
@@ -124,12 +132,21 @@ def test_packed_batch_with_states_equals_the_reference(lower_bound, backend):
     assert not any(np.any(part[3:]) for part in states.checkpoint)
 
 
+def test_rows_of_padding_are_zeros():
+    layer, metadata = make(), lengths([5, 1])
+    x = text(metadata.capacity.tokens)
+    x[6:] = np.nan
+    y, states = _step(*nnx.split(layer), x, metadata, None, "scan")
+    assert np.isfinite(y).all() and not np.any(y[6:])
+    assert not any(np.any(part[2:]) for part in states.final)
+
+
 def test_split_prefill_equals_one_run():
     layer, x = make(), text(100)
-    y, states = run(layer, x, ChunkMetadata.from_seq_lens([100]))
+    y, states = run(layer, x, lengths([100]))
     parts, cache, first = [], layer.empty_cache(1), 0
     for n in (1, 1, 62, 36):
-        part, after = run(layer, x[first : first + n], ChunkMetadata.from_seq_lens([n]), cache)
+        part, after = run(layer, x[first : first + n], lengths([n]), cache)
         parts.append(part)
         cache, first = KDACache(after.final), first + n
     close(np.concatenate(parts), y)
@@ -140,8 +157,8 @@ def test_split_prefill_equals_one_run():
 def test_resume_from_a_checkpoint_equals_one_run(offset):
     """A checkpoint is complete: the recurrent state and the convolutions' windows."""
     layer, x = make(), text(100)
-    y, states = run(layer, x, ChunkMetadata.from_seq_lens([100], checkpoint_offsets=[[offset]]))
-    rest = ChunkMetadata.from_seq_lens([100 - offset])
+    y, states = run(layer, x, lengths([100], checkpoint_offsets=[[offset]]))
+    rest = lengths([100 - offset])
     y_rest, after = run(layer, x[offset:], rest, KDACache(states.checkpoint))
     close(y_rest, y[offset:])
     jax.tree.map(close, after.final, states.final)
@@ -149,17 +166,31 @@ def test_resume_from_a_checkpoint_equals_one_run(offset):
 
 def test_fresh_rows_ignore_their_state():
     layer, x = make(), text(20)
-    metadata = ChunkMetadata.from_seq_lens([12, 8])
+    metadata = lengths([12, 8])
     nan = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), some_cache(2))
     y, _ = run(layer, x, metadata, KDACache(nan, jnp.zeros(2, bool)))
     np.testing.assert_array_equal(y, run(layer, x, metadata, layer.empty_cache(2))[0])
     close(y, run(layer, x, metadata)[0])
 
 
+def test_no_retrace_and_no_transfer():
+    """Other lengths and other checkpoints in one bucket run the same program, without a sync."""
+    parts = jax.device_put(nnx.split(make())[1])
+    graph, x = nnx.split(make())[0], jax.device_put(text(64))
+    batches = jax.device_put(
+        [lengths([n, 20], checkpoint_offsets=[[n // 2], []]) for n in (13, 14, 30, 44)]
+    )
+    before = _step._cache_size()
+    with jax.transfer_guard("disallow"):
+        for metadata in batches:
+            _step(graph, parts, x, metadata, None, "scan")
+    assert _step._cache_size() - before == 1
+
+
 def test_bfloat16_is_close_and_keeps_dtypes():
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     layer = make(config)
-    y, states = run(layer, text(80), ChunkMetadata.from_seq_lens([80]))
+    y, states = run(layer, text(80), lengths([80]))
     assert y.dtype == states.final.conv.dtype == jnp.bfloat16
     assert states.final.recurrent.dtype == jnp.float32
     want = forward(layer, jnp.asarray(text(80), jnp.bfloat16))[0]
@@ -168,33 +199,33 @@ def test_bfloat16_is_close_and_keeps_dtypes():
 
 
 def test_parameters_have_the_published_names_and_shapes():
-    layer = KimiDeltaAttention(dataclasses.replace(CONFIG, head_dim=16), rngs=nnx.Rngs(0))
+    layer = KimiDeltaAttention(CONFIG, rngs=nnx.Rngs(0))
     shapes = {
         ".".join(map(str, path)): leaf.shape
         for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))
     }
     assert shapes == {
-        "q_proj.kernel": (24, 32),
-        "k_proj.kernel": (24, 32),
-        "v_proj.kernel": (24, 32),
-        "q_conv1d": (32, 4),
-        "k_conv1d": (32, 4),
-        "v_conv1d": (32, 4),
-        "f_a_proj.kernel": (24, 16),
-        "f_b_proj.kernel": (16, 32),
+        "q_proj.kernel": (24, 16),
+        "k_proj.kernel": (24, 16),
+        "v_proj.kernel": (24, 16),
+        "q_conv1d": (16, 4),
+        "k_conv1d": (16, 4),
+        "v_conv1d": (16, 4),
+        "f_a_proj.kernel": (24, 8),
+        "f_b_proj.kernel": (8, 16),
         "b_proj.kernel": (24, 2),
         "A_log": (2,),
-        "dt_bias": (32,),
-        "o_norm": (16,),
-        "g_proj.kernel": (24, 32),
-        "o_proj.kernel": (32, 24),
+        "dt_bias": (16,),
+        "o_norm": (8,),
+        "g_proj.kernel": (24, 16),
+        "o_proj.kernel": (16, 24),
     }
     assert float(layer.dt_bias[...].min()) >= -7.8 and float(layer.dt_bias[...].max()) <= -1.4
 
 
 def test_gradients_are_finite_with_padding():
     layer = make()
-    metadata = ChunkMetadata.from_seq_lens([10, 0], capacity="bucket")
+    metadata = lengths([10, 0])
     x = text(metadata.capacity.tokens)
 
     def loss(layer, x):

@@ -97,20 +97,24 @@ struct HostDriver {
     const int64_t element = p.v.type == DType::kF32 ? 4 : 2;
     const int64_t used = num_chunks ? int64_t(chunks[num_chunks - 1].first) + chunks[num_chunks - 1].valid : 0;
     const int64_t row = int64_t(p.H) * p.V * element;
-    std::memset(static_cast<char*>(p.out) + used * row, 0, size_t((p.T - used) * row));
+    clear(static_cast<char*>(p.out) + used * row, (p.T - used) * row);
     const int64_t states = p.H * state_size;
     for (int64_t m = 0; m < p.M; ++m)
       if (p.checkpoints[2 * m] < 0)
-        std::memset(p.checkpoint_state + m * states, 0, size_t(states) * sizeof(float));
+        clear(p.checkpoint_state + m * states, states * int64_t(sizeof(float)));
     for (int64_t n = 0; n < p.N; ++n) {
       if (seqs[n].num_chunks > 0) continue;
       float* to = p.final_state + n * states;
       if (seqs[n].length == 0 && starts_from_state(n)) {
         std::memcpy(to, p.initial_state + n * states, size_t(states) * sizeof(float));
       } else {
-        std::memset(to, 0, size_t(states) * sizeof(float));
+        clear(to, states * int64_t(sizeof(float)));
       }
     }
+  }
+
+  static void clear(void* to, int64_t bytes) {
+    if (bytes > 0) std::memset(to, 0, size_t(bytes));  // an empty array may be a null pointer
   }
 
   bool starts_from_state(int64_t seq) const {

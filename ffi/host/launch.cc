@@ -4,12 +4,13 @@
 #include <memory>
 #include <new>
 
+#include "denormals.h"
 #include "driver.h"
 
 namespace kda::host {
 namespace {
 
-const Driver& driver(const Problem& p) {
+const Driver& driver([[maybe_unused]] const Problem& p) {
 #if defined(KDA_X86_DISPATCH)
   // Mixed operands reproduce a GPU's rounding; only the baseline build has them.
   if (!p.mixed) {
@@ -92,8 +93,10 @@ std::string prefill(const Problem& p, const Parallel& parallel) {
   const TaskRunner tasks{
       const_cast<Parallel*>(&parallel),
       [](void* context, int64_t n, void (*task)(void*, int, int64_t), void* argument) {
-        static_cast<Parallel*>(context)->run(
-            n, [=](int worker, int64_t i) { task(argument, worker, i); });
+        static_cast<Parallel*>(context)->run(n, [=](int worker, int64_t i) {
+          const FlushDenormals flush;
+          task(argument, worker, i);
+        });
       }};
   d.prefill(p, tasks, parallel.workers, scratch.get());
   return "";

@@ -26,6 +26,10 @@ inline namespace KDA_ISA {
 // Sixteen floats: one zmm, two ymm or four xmm registers.
 typedef float Vec16 __attribute__((vector_size(64)));
 
+// Kept out of line: the operation is long enough that a call costs nothing, and the kernels use it
+// in so many places that inlining would make the build take minutes.
+#define KDA_OUT_OF_LINE __attribute__((noinline)) static
+
 struct HostTiles {
   using Storage = float;  // element type of operands in memory
 
@@ -49,7 +53,9 @@ struct HostTiles {
   static float exp2(float x) { return scalar::exp2(x); }
   static float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-  static void zero(Acc& a) { std::memset(&a, 0, sizeof a); }
+  static void zero(Acc& a) {
+    for (int r = 0; r < kTile; ++r) a.row[r] = Vec16{};
+  }
   static void set_identity(Acc& a) {
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c) a.x[r][c] = r == c ? 1.0f : 0.0f;
@@ -88,7 +94,7 @@ struct HostTiles {
   }
 
   // ---- across rows and columns -------------------------------------------------------------
-  static RowVec row_sums(const Acc& a) {
+  KDA_OUT_OF_LINE RowVec row_sums(const Acc& a) {
     const Acc t = transpose(a);  // sums of rows vectorise as sums over rows of the transpose
     Vec16 sum = t.row[0];
     for (int r = 1; r < kTile; ++r) sum += t.row[r];
@@ -96,7 +102,7 @@ struct HostTiles {
     std::memcpy(v.x, &sum, sizeof v.x);
     return v;
   }
-  static void cumsum_rows(Acc& a) {  // inclusive, down the rows
+  KDA_OUT_OF_LINE void cumsum_rows(Acc& a) {  // inclusive, down the rows
     for (int r = 1; r < kTile; ++r) a.row[r] += a.row[r - 1];
   }
   template <class Source>
@@ -110,13 +116,13 @@ struct HostTiles {
     std::memcpy(v.x, a.x[kTile - 1], sizeof v.x);
     return v;
   }
-  static Acc transpose(const Acc& a) {
+  KDA_OUT_OF_LINE Acc transpose(const Acc& a) {
     Acc out;
     scalar::transpose16(&a.x[0][0], &out.x[0][0]);
     return out;
   }
   // (I + a)^-1 for a strictly lower triangular a, in float32 by forward substitution.
-  static Acc unit_lower_inverse(const Acc& a) {
+  KDA_OUT_OF_LINE Acc unit_lower_inverse(const Acc& a) {
     Acc t;
     for (int r = 0; r < kTile; ++r) {
       Vec16 row = {};
@@ -151,6 +157,14 @@ struct HostTiles {
   // instruction contracts 32, the layer joins two neighbours.
   template <class L, class R>
   static void mma(Acc& d, int n, L left, R right) {
+    const Acc *a[kTile], *b[kTile];
+    for (int i = 0; i < n; ++i) {
+      a[i] = &static_cast<const Acc&>(left(i));
+      b[i] = &static_cast<const Acc&>(right(i));
+    }
+    mma_tiles(d, n, a, b);
+  }
+  KDA_OUT_OF_LINE void mma_tiles(Acc& d, int n, const Acc* const* a, const Acc* const* b) {
 #if defined(__AVX512F__)
     constexpr int kRows = 16;
 #else
@@ -158,15 +172,15 @@ struct HostTiles {
 #endif
     for (int r0 = 0; r0 < kTile; r0 += kRows) {
       Vec16 acc[kRows];
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) acc[r] = d.row[r0 + r];
-      for (int i = 0; i < n; ++i) {
-        const Acc& a = left(i);
-        const Acc& b = right(i);
+      for (int i = 0; i < n; ++i)
         for (int k = 0; k < kTile; ++k) {
-          const Vec16 bk = b.row[k];
-          for (int r = 0; r < kRows; ++r) acc[r] += a.x[r0 + r][k] * bk;
+          const Vec16 bk = b[i]->row[k];
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) acc[r] += a[i]->x[r0 + r][k] * bk;
         }
-      }
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) d.row[r0 + r] = acc[r];
     }
   }
@@ -201,32 +215,34 @@ struct HostTiles {
 
   // ---- the caller's arrays ------------------------------------------------------------------
   // Rows >= valid are zeros and their memory is not read.
-  static Acc load(const Tensor& t, int64_t offset, int64_t stride, int valid) {
+  KDA_OUT_OF_LINE Acc load(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     Acc a;
     zero(a);
     for (int r = 0; r < valid; ++r) scalar::load16(t, offset + r * stride, a.x[r]);
     return a;
   }
-  static RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
+  KDA_OUT_OF_LINE RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     RowVec v = {};
     for (int r = 0; r < valid; ++r) v.x[r] = scalar::load1(t, offset + r * stride);
     return v;
   }
-  static void store(void* p, DType type, int64_t offset, int64_t stride, const Acc& a, int valid) {
+  KDA_OUT_OF_LINE void store(void* p, DType type, int64_t offset, int64_t stride, const Acc& a, int valid) {
     for (int r = 0; r < valid; ++r) scalar::store16(p, type, offset + r * stride, a.x[r]);
   }
   // float32 tiles with free strides: states in either layout, the groups' matrices.
-  static Acc load_f32(const float* p, int64_t row_stride, int64_t col_stride) {
+  KDA_OUT_OF_LINE Acc load_f32(const float* p, int64_t row_stride, int64_t col_stride) {
     Acc a;
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c) a.x[r][c] = p[r * row_stride + c * col_stride];
     return a;
   }
-  static void store_f32(float* p, int64_t row_stride, int64_t col_stride, const Acc& a) {
+  KDA_OUT_OF_LINE void store_f32(float* p, int64_t row_stride, int64_t col_stride, const Acc& a) {
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c) p[r * row_stride + c * col_stride] = a.x[r][c];
   }
 };
+
+#undef KDA_OUT_OF_LINE
 
 }  // namespace KDA_ISA
 }  // namespace kda

@@ -56,22 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(args: argparse.Namespace) -> int:
+    if args.command == "doctor":
+        from .doctor import doctor
+
+        return doctor(as_json=args.json)
+    from .devices import device_problem
+
+    if problem := device_problem():
+        raise CliError(f"{problem} (see `python -m kda_jax doctor`)")
     if args.command == "prefill":
         from .prefill import prefill
 
         return prefill(args)
-    if args.command == "resume":
-        from .resume import resume
+    from .resume import resume
 
-        return resume(args)
-    from kda_jax.cli.doctor import doctor
-
-    return doctor(as_json=args.json)
+    return resume(args)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="kda_jax", description="Kimi Delta Attention prefill on real text, through XLA."
+        prog="python -m kda_jax",
+        description="Kimi Delta Attention prefill on real text, through XLA.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -84,17 +89,17 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("files", nargs="+", metavar="FILE", help="text file; one document each")
     run.add_argument(
         "--checkpoint-every",
-        type=_integer(0),
+        type=_Integer(0),
         default=256,
         metavar="TOKENS",
         help="export the state at each multiple inside a document; 0: none (default 256)",
     )
     run.add_argument("--save", metavar="PATH", help="write all states to a safetensors file")
     run.add_argument("--plot", metavar="PNG", help="plot error and time per backend over length")
-    run.add_argument("--heads", type=_integer(1), default=4, help="default 4 (Kimi-K3: 96)")
-    run.add_argument("--head-dim", type=_integer(1, 256), default=128, help="1..256, default 128")
-    run.add_argument("--hidden", type=_integer(1), default=256, help="default 256 (Kimi-K3: 7168)")
-    run.add_argument("--seed", type=_integer(0, 2**32 - 1), default=0, help="weights, default 0")
+    run.add_argument("--heads", type=_Integer(1), default=4, help="default 4 (Kimi-K3: 96)")
+    run.add_argument("--head-dim", type=_Integer(1, 256), default=128, help="1..256, default 128")
+    run.add_argument("--hidden", type=_Integer(1), default=256, help="default 256 (Kimi-K3: 7168)")
+    run.add_argument("--seed", type=_Integer(0, 2**32 - 1), default=0, help="weights, default 0")
     run.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     run.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
 
@@ -112,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="which document of the saved batch FILE is (default: the one with FILE's name)",
     )
     again.add_argument(
-        "--checkpoint", type=_integer(1), metavar="OFFSET", help="token offset (default: the last)"
+        "--checkpoint", type=_Integer(1), metavar="OFFSET", help="token offset (default: the last)"
     )
     again.add_argument("--backend", choices=BACKENDS, help="default: what prefill was asked for")
 
@@ -125,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _integer:
+class _Integer:
     """argparse type: an integer within bounds, named in the error."""
 
     def __init__(self, low: int, high: int | None = None):

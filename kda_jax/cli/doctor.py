@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from .. import __version__, backends, native
 from ..ops import chunk_kda_prefill
+from .devices import device_problem
 
 # Dimensions of the trial call: every released model has K = V = 128.
 _DIM = 128
@@ -69,16 +71,26 @@ def _plugins() -> list[dict[str, str | None]]:
     ]
 
 
-def plugin_problem(name: str, version: str, jax_version: str = jax.__version__) -> str | None:
-    """Why a plugin of this version cannot serve this jax, and what to install; None: it can."""
+def plugin_problem(name: str, version: str, jaxlib: str | None = None) -> str | None:
+    """Why a plugin of this version cannot serve this jaxlib, and what to do; None: it can.
+
+    The rule is jaxlib's own (plugin_support.check_plugin_version): equal numbers, where 0.12.0.1
+    is not 0.12.0 and a suffix such as .post1 does not count. jaxlib waives it for ROCm and leaves
+    it to pip's pins, which a later upgrade of jax alone can break.
+    """
+    jaxlib = jaxlib or _version("jaxlib") or ""
     if name.lower() == "jaxlib-rocm":
         return "abandoned in 2023: uninstall it, install jax-rocm7-plugin and jax-rocm7-pjrt"
     if not _PLUGIN.match(name):
         return None  # versioned on its own
-    want = re.findall(r"\d+", jax_version)[:3]
-    if re.findall(r"\d+", version)[:3] != want:
-        return f"does not match jax {jax_version}: pip install '{name}=={'.'.join(want)}'"
-    return None
+    number = re.compile(r"\d+(?:\.\d+)*")
+    has, want = number.match(version), number.match(jaxlib)
+    if has and want and has[0] == want[0]:
+        return None
+    return (
+        f"does not match jaxlib {jaxlib}: install '{name}=={jaxlib}', or jax and jaxlib"
+        f" of version {has[0] if has else version}"
+    )
 
 
 def _native() -> dict[str, Any]:
@@ -98,12 +110,12 @@ def _native() -> dict[str, Any]:
 
 def _devices() -> tuple[list[dict[str, str]], str | None]:
     """The devices of all platforms, or why jax found none."""
-    try:
-        devices = jax.devices()
-        if jax.default_backend() != "cpu":
-            devices = devices + jax.devices("cpu")
-    except RuntimeError as error:
-        return [], str(error).splitlines()[0]
+    failure = device_problem()
+    if failure:
+        return [], failure
+    devices = jax.devices()
+    if jax.default_backend() != "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        devices = devices + jax.devices("cpu")
     return [{"platform": d.platform, "kind": d.device_kind, "id": str(d.id)} for d in devices], None
 
 

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from ..backends import supports
 from ..metadata import ChunkMetadata
-from ..ops import chunk_kda_prefill
 from . import documents as docs
 from . import screen
 from .errors import CliError
@@ -53,8 +52,8 @@ def plot(path: str, model: Model, batch: Sequence[docs.Document]) -> None:
     _dress(left, "Error of out", "relative error against scan in float64")
     _dress(right, "Time of a warm call", "milliseconds (median)")
     figure.suptitle(
-        f"KDA prefill of one document: {config.heads} heads x {config.head_dim}, {config.dtype},"
-        f" {jax.devices()[0].device_kind}"
+        f"KDA prefill of one sequence of text: {config.heads} heads x {config.head_dim},"
+        f" {config.dtype}, on {jax.devices()[0].device_kind}"
     )
     figure.savefig(path, format="png", dpi=130)
 
@@ -64,44 +63,36 @@ def measure(model: Model, text: bytes) -> list[Curve]:
     if not text:
         raise CliError("--plot needs text: all documents are empty")
     config = model.config
-    dims = {"K": config.head_dim, "V": config.head_dim, "H": config.heads}
-    names = [n for n in BACKENDS if supports(n, dtype=config.dtype, **dims)]
+    heads, dim = config.heads, config.head_dim
+    names = [n for n in BACKENDS if supports(n, dtype=config.dtype, K=dim, V=dim, H=heads)]
     curves = [Curve(name, [], []) for name in names]
-    gate = (model.A_log, model.dt_bias.reshape(config.heads, config.head_dim))
+    longest = max(LENGTHS)
+    tokens = np.frombuffer((text * (longest // len(text) + 1))[:longest], np.uint8)
     with screen.progress() as progress:
-        task = progress.add_task("plot", total=len(LENGTHS) * (len(names) + 1))
+        task = progress.add_task("plot", total=1 + len(LENGTHS) * len(names))
+        # Everything is causal: a shorter run's inputs and outputs are the first rows of these.
+        metadata = ChunkMetadata.from_seq_lens([longest], chunk_size=docs.CHUNK_SIZE)
+        everything = model.op_inputs(tokens.astype(np.int32), metadata)
+        reference = model.reference(everything).out
+        progress.update(task, advance=1)
         for length in LENGTHS:
-            tokens = np.frombuffer((text * (length // len(text) + 1))[:length], np.uint8)
-            metadata = ChunkMetadata.from_seq_lens([length], chunk_size=docs.CHUNK_SIZE)
-            inputs = (*model.op_inputs(tokens.astype(np.int32), metadata), *gate)
-            reference = _reference(inputs, config.lower_bound)
-            progress.update(task, advance=1)
+            inputs = jax.tree.map(lambda x, n=length: x[:, :n], everything)
             for curve in curves:
-                call = functools.partial(_out, *inputs, config.lower_bound, curve.backend)
-                curve.errors.append(relative_error(call(), reference))
-                curve.seconds.append(median_seconds(call, budget=0.4))
-                progress.update(task, advance=1, description=f"plot {curve.backend} {length}")
+                progress.update(task, description=f"plot: {curve.backend}, {length} tokens")
+                call = functools.partial(model.operator, inputs, backend=curve.backend)
+                curve.errors.append(relative_error(call().out, reference[:, :length]))
+                curve.seconds.append(median_seconds(call, budget=0.3, at_least=2))
+                progress.update(task, advance=1)
     return curves
-
-
-@functools.partial(jax.jit, static_argnums=(7, 8))
-def _out(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, backend):  # type: ignore[no-untyped-def]
-    return chunk_kda_prefill(
-        q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound=lower_bound, backend=backend
-    ).out
-
-
-def _reference(inputs: tuple[jax.Array, ...], lower_bound: float | None) -> np.ndarray:
-    """out of the token recurrence in float64."""
-    host = [np.asarray(x, np.float64) for x in jax.device_get(inputs)]
-    with jax.enable_x64(True):
-        return np.asarray(_out(*host, lower_bound, "scan"))
 
 
 def _dress(axes: Axes, title: str, label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
+    # Whole decades: an axis that spans less than one would have a single label.
+    low, high = axes.get_ylim()
+    axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high)))
     axes.minorticks_off()
     axes.set_title(title)
     axes.set_xlabel("tokens")

@@ -11,8 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from ..backends import supports
-from ..layer import KDALayerConfig, LayerStates
+from ..layer import KDALayerConfig
 from ..metadata import ChunkMetadata
+from ..types import KDAResult
 from . import documents as docs
 from . import screen, states_file
 from .errors import CliError
@@ -41,12 +42,15 @@ def prefill(args: argparse.Namespace) -> int:
         model = Model(config, args.seed)
         # Copied once, explicitly: the timed calls then move nothing between host and device.
         tokens, on_device = jax.device_put((tokens, metadata))
-        y, states = jax.block_until_ready(model.prefill(tokens, on_device, backend=args.backend))
+        states = jax.block_until_ready(model.prefill(tokens, on_device, backend=args.backend))[1]
         progress.update(task, advance=1, description="measure")
         seconds = median_seconds(lambda: model.prefill(tokens, on_device, backend=args.backend))
         progress.update(task, advance=1, description="compare with scan")
-        reference = model.prefill(tokens, on_device, backend="scan")
-        rows = _errors(metadata, (y, states), reference)
+        inputs = model.op_inputs(tokens, on_device)
+        result = model.operator(inputs, on_device, backend=args.backend)
+        # The states are those of the layer's run; its `out` does not leave the layer.
+        result = KDAResult(result.out, states.final.recurrent, states.checkpoint.recurrent)
+        rows = _errors(metadata, result, model.reference(inputs, metadata))
         progress.update(task, advance=1)
 
     _print_documents(out, batch, metadata, rows)
@@ -59,7 +63,8 @@ def prefill(args: argparse.Namespace) -> int:
         f"layer    hidden {config.hidden}, {config.heads} heads x {config.head_dim},"
         f" {config.dtype}, seed {args.seed}"
     )
-    out.print(f"backend  {support.backend}: {support.reason}")
+    asked = "" if args.backend == support.backend else f"{args.backend} -> "
+    out.print(f"backend  {asked}{support.backend}: {support.reason}")
     if args.save:
         states_file.save(args.save, model, batch, metadata, states, args.backend)
         out.print(f"saved    {args.save}", soft_wrap=True)
@@ -84,7 +89,7 @@ def which(config: KDALayerConfig, backend: str, *, checkpoints: bool):  # type: 
         checkpoints=checkpoints,
     )
     if not support:
-        raise CliError(f"--backend {backend}: {support.reason} (see `kda_jax doctor`)")
+        raise CliError(f"--backend {backend}: {support.reason} (see `python -m kda_jax doctor`)")
     return support
 
 
@@ -101,24 +106,23 @@ def _check_output(option: str, path: str | None, inputs: Sequence[str]) -> None:
         raise CliError(f"{option} {path}: is one of the documents, choose another name")
 
 
-Run = tuple[jax.Array, LayerStates]
-
-
-def _errors(metadata: ChunkMetadata, run: Run, reference: Run) -> list[tuple[float, float, float]]:
+def _errors(
+    metadata: ChunkMetadata, result: KDAResult, reference: KDAResult
+) -> list[tuple[float, float, float]]:
     """Per document: error of out, of the final state, of all its checkpoints."""
-    (y, states), (y_ref, states_ref) = jax.device_get((run, reference))
+    got = jax.device_get(result)
     bounds, owner = metadata.cu_seqlens, np.asarray(metadata.checkpoints)[:, 0]
-    return [
-        (
-            relative_error(y[bounds[i] : bounds[i + 1]], y_ref[bounds[i] : bounds[i + 1]]),
-            relative_error(states.final.recurrent[i], states_ref.final.recurrent[i]),
-            relative_error(
-                states.checkpoint.recurrent[owner == i],
-                states_ref.checkpoint.recurrent[owner == i],
-            ),
+    rows = []
+    for i in range(metadata.num_sequences):
+        tokens, inside = slice(bounds[i], bounds[i + 1]), owner == i
+        rows.append(
+            (
+                relative_error(got.out[0, tokens], reference.out[0, tokens]),
+                relative_error(got.final_state[i], reference.final_state[i]),
+                relative_error(got.checkpoint_state[inside], reference.checkpoint_state[inside]),
+            )
         )
-        for i in range(metadata.num_sequences)
-    ]
+    return rows
 
 
 def _print_documents(
@@ -128,7 +132,7 @@ def _print_documents(
     errors: Sequence[tuple[float, float, float]],
 ) -> None:
     table = screen.table(
-        "Documents, and the relative error of out and states against scan",
+        "Relative error of out and states against scan in float64",
         "document",
         "tokens",
         "chunks",

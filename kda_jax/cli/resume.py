@@ -89,7 +89,7 @@ def resume(args: argparse.Namespace) -> int:
         f"the resumed run equals the one-shot run; {skipped}"
         if good
         else "the resumed run DIFFERS from the one-shot run: the states file does not belong to"
-        " this document, or a backend is wrong here (see `kda_jax doctor`)"
+        " this document, or a backend is wrong here (see `python -m kda_jax doctor`)"
     )
     return 0 if good else 1
 

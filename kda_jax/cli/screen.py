@@ -42,7 +42,7 @@ def progress() -> Progress:
     )
 
 
-def fit(name: str, width: int = 26) -> str:
+def fit(name: str, width: int = 18) -> str:
     """The end of a long path is the part that tells documents apart."""
     return name if len(name) <= width else "..." + name[-(width - 3) :]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
+from safetensors.flax import save as serialize
 
 from ..layer import KDALayerConfig, KDAState, LayerStates
 from ..metadata import ChunkMetadata
@@ -87,15 +87,18 @@ def save(
     }
     folder = Path(path).resolve().parent
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kda_jax-") as scratch:
-        part = os.path.join(scratch, "states")
-        save_file({name: jax.numpy.asarray(t) for name, t in tensors.items()}, part, strings)
+        part = Path(scratch, "states")
+        arrays = {name: jax.numpy.asarray(t) for name, t in tensors.items()}
+        part.write_bytes(serialize(arrays, strings))
         os.replace(part, path)
 
 
 def load(path: str) -> Saved:
     """Read and check a states file."""
     if not Path(path).is_file():
-        raise CliError(f"{path}: no such file, make it with `kda_jax prefill FILE --save {path}`")
+        raise CliError(
+            f"{path}: no such file, make it with `python -m kda_jax prefill FILE --save {path}`"
+        )
     try:
         with safe_open(path, framework="flax") as file:
             strings = file.metadata() or {}
@@ -103,24 +106,24 @@ def load(path: str) -> Saved:
     except SafetensorError as error:
         raise CliError(
             f"{path}: not a safetensors file or a damaged one ({error}),"
-            " pass what `kda_jax prefill --save` wrote"
+            " pass what `python -m kda_jax prefill --save` wrote"
         ) from None
     if strings.get("format") != FORMAT:
         raise CliError(
             f"{path}: a safetensors file without kda_jax states,"
-            " pass what `kda_jax prefill --save` wrote"
+            " pass what `python -m kda_jax prefill --save` wrote"
         )
     if strings.get("version") != str(VERSION):
         raise CliError(
             f"{path}: states of version {strings.get('version')}, this kda_jax reads version"
-            f" {VERSION}: run `kda_jax prefill --save` again with this version"
+            f" {VERSION}: run `python -m kda_jax prefill --save` again with this version"
         )
     try:
         return _parse(path, strings, tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise CliError(
             f"{path}: damaged states ({type(error).__name__}: {error}),"
-            " run `kda_jax prefill --save` again"
+            " run `python -m kda_jax prefill --save` again"
         ) from None
 
 
