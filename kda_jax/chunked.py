@@ -30,8 +30,8 @@ from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
 
 # Chunks per slab: enough to fill a device between two serial steps, within this many elements of
 # one [chunks, H, C, K] operand.
-MAX_SLAB = 16
-SLAB_ELEMENTS = 1 << 21
+MAX_SLAB = 8
+SLAB_ELEMENTS = 1 << 19
 
 
 class ChunkedBackend:

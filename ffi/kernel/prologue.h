@@ -16,10 +16,10 @@
 //   right(j) = k_j 2^(G_end(J) - G_j)             local sum, <= 0
 //   bridge   = 2^(anchor_I - G_end(J)), J < I     sum of whole blocks' totals, <= 0
 // all of which depend on the past of row i only, so that later gates never change earlier rows.
-// Inside a diagonal block: a bounded gate keeps 2^-G_j finite (16 rows * 7.22 < 127) and is factored
-// around the anchor; any other gate goes through `exact_diagonal`.
+// Inside a diagonal block: diagonal.h.
 #pragma once
 
+#include "diagonal.h"
 #include "gate.h"
 #include "ops.h"
 #include "workspace.h"
@@ -41,7 +41,6 @@ struct Prologue {
   using Bounded = typename Policy::Bounded;
   using Layout = Blob<K, C>;
   static constexpr int KT = K / kTile, NT = C / kTile;
-  static constexpr float kMiddle = 58;  // half of 16 rows * 5 * log2(e)
 
   struct Shared {  // LDS / shared memory
     alignas(64) float total[NT][K];                  // decay of each block, log2
@@ -50,9 +49,6 @@ struct Prologue {
     alignas(64) Storage rhs[NT][KT][kTileElements];   // (beta k 2^G)^T
     alignas(64) Storage lower[NT * (NT - 1) / 2 + 1][kTileElements];  // right operands of -Akk
     alignas(64) Storage inverse[NT][kTileElements];   // right operands (I + Akk_II)^-1
-  };
-  struct Decayed {
-    float operator()(float x, float g) const { return x * Tiles::exp2(g); }
   };
   struct Wave {  // registers
     Acc q[KT], k[KT];  // later q 2^(G - anchor), k 2^(G - anchor)
@@ -92,15 +88,16 @@ struct Prologue {
     gates(p, head, valid, w);
 
     if constexpr (Unbounded) {
-      exact_diagonal(w);
+      Diagonal<Tiles, Decay, K>::exact(w.q, w.k, w.sum, w.rest, w.akk, w.aqk);
     } else {
       for (int t = 0; t < KT; ++t) {
         Tiles::cumsum_rows(w.sum[t]);
         const ColVec total = Tiles::last_row(w.sum[t]);
         Tiles::apply(w.rest[t], [](float e, float x) { return e - x; }, total, w.sum[t]);
       }
-      factored_diagonal(w);
+      Diagonal<Tiles, Decay, K>::factored(w.q, w.k, w.sum, w.akk, w.aqk);
     }
+    Tiles::apply(w.akk, [](float a, float b) { return a * b; }, w.akk, w.beta);
     for (int t = 0; t < KT; ++t)
       Tiles::store_cols(s.total[block] + t * kTile, Tiles::last_row(w.sum[t]));
   }
@@ -137,92 +134,18 @@ struct Prologue {
     }
   }
 
-  // ---- diagonal blocks -----------------------------------------------------------------------
-  // Bounded gate: 2^(G_i - anchor) * 2^(anchor - G_j). Over 16 rows the first factor falls to
-  // 2^-115.5, where small channels would become denormals and be flushed (an error of 1e-3 in a row's
-  // own weight, measured); so both are moved to the middle of the range by an exact power of two.
-  static void factored_diagonal(Wave& w) {
-    Tiles::zero(w.akk);
-    Tiles::zero(w.aqk);
-    Acc growth, left;
-    for (int t = 0; t < KT; ++t) {
-      Tiles::apply(growth, [](float k, float g) { return k * Tiles::exp2(-kMiddle - g); }, w.k[t],
-                   w.sum[t]);
-      const auto right = Tiles::template right<Decay>(growth);
-      auto shifted = [](float x, float g) { return x * Tiles::exp2(kMiddle + g); };
-      Tiles::apply(left, shifted, w.k[t], w.sum[t]);
-      accumulate(w.akk, left, right);
-      Tiles::apply(left, shifted, w.q[t], w.sum[t]);
-      accumulate(w.aqk, left, right);
-    }
-    mask_diagonal(w);
-  }
-
-  // Any gate. Halves of 1, 2, 4, 8 rows are joined: a pair (i, j) meets at the level where i lies in
-  // the upper and j in the lower half of one stretch, and its decay is (sum from the upper half's
-  // start to i) + (sum from behind j to the lower half's end). Both are sums of gates, never a
-  // difference, so nothing cancels and nothing overflows. Leaves sum and rest.
-  static void exact_diagonal(Wave& w) {
-    Tiles::zero(w.akk);
-    Tiles::zero(w.aqk);
-    for (int t = 0; t < KT; ++t) Tiles::zero(w.rest[t]);
-    Acc left, level_kk, level_qk, right_k;
-    for (int half = 1; half < kTile; half *= 2) {
-      Tiles::zero(level_kk);
-      Tiles::zero(level_qk);
-      auto upper = [=](int r, int) { return (r & half) != 0; };
-      auto lower = [=](int r, int) { return (r & half) == 0; };
-      for (int t = 0; t < KT; ++t) {
-        Tiles::apply(right_k, Decayed{}, w.k[t], w.rest[t]);
-        Tiles::select(right_k, lower);
-        const auto right = Tiles::template right<Decay>(right_k);
-        Tiles::apply(left, Decayed{}, w.k[t], w.sum[t]);
-        Tiles::select(left, upper);
-        accumulate(level_kk, left, right);
-        Tiles::apply(left, Decayed{}, w.q[t], w.sum[t]);
-        Tiles::select(left, upper);
-        accumulate(level_qk, left, right);
-        // Join the halves: what lies before an upper row and behind a lower one grows by the other
-        // half's total, which is the sum at the last row of that half.
-        Acc before = Tiles::gather_rows(w.sum[t], [=](int r) { return (r & ~(2 * half - 1)) + half - 1; });
-        Acc behind = Tiles::gather_rows(w.sum[t], [=](int r) { return r | (2 * half - 1); });
-        Tiles::select(before, upper);
-        Tiles::select(behind, lower);
-        Tiles::apply(w.sum[t], [](float a, float b) { return a + b; }, w.sum[t], before);
-        Tiles::apply(w.rest[t], [](float a, float b) { return a + b; }, w.rest[t], behind);
-      }
-      auto together = [=](int r, int c) { return (r ^ c) < 2 * half; };
-      Tiles::select(level_kk, together);
-      Tiles::select(level_qk, together);
-      Tiles::apply(w.akk, [](float a, float b) { return a + b; }, w.akk, level_kk);
-      Tiles::apply(w.aqk, [](float a, float b) { return a + b; }, w.aqk, level_qk);
-    }
-    Acc own;
-    Tiles::zero(own);
-    for (int t = 0; t < KT; ++t)
-      Tiles::apply(own, [](float s, float a, float b) { return s + a * b; }, own, w.q[t], w.k[t]);
-    Tiles::add_diagonal(w.aqk, Tiles::row_sums(own));
-    mask_diagonal(w);
-  }
-
-  static void mask_diagonal(Wave& w) {
-    Tiles::select(w.akk, [](int r, int c) { return r > c; });
-    Tiles::select(w.aqk, [](int r, int c) { return r >= c; });
-    Tiles::apply(w.akk, [](float a, float b) { return a * b; }, w.akk, w.beta);
-  }
-
   // ---- factors -------------------------------------------------------------------------------
   static void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob, float* decay) {
     for (int t = 0; t < KT; ++t) {
       const ColVec before = exp2_total(s, t, 0, block), after = exp2_total(s, t, block + 1, blocks);
       Acc x;
-      Tiles::apply(x, Decayed{}, w.k[t], w.rest[t]);
+      Tiles::apply(x, Decayed<Tiles>{}, w.k[t], w.rest[t]);
       Tiles::store(s.keys[block][t], Tiles::template right<Decay>(x));
       Tiles::apply(x, [](float a, float f) { return a * f; }, x, after);
       Tiles::store(blob + Layout::kg(t, block), Tiles::template right_t<Bounded>(x));
 
-      Tiles::apply(w.k[t], Decayed{}, w.k[t], w.sum[t]);
-      Tiles::apply(w.q[t], Decayed{}, w.q[t], w.sum[t]);
+      Tiles::apply(w.k[t], Decayed<Tiles>{}, w.k[t], w.sum[t]);
+      Tiles::apply(w.q[t], Decayed<Tiles>{}, w.q[t], w.sum[t]);
       Tiles::apply(x, [](float a, float f, float b) { return a * f * b; }, w.k[t], before, w.beta);
       Tiles::template store_acc<Bounded>(s.rhs[block][t], Tiles::transpose(x));
       Tiles::apply(x, [](float a, float f) { return a * f; }, w.q[t], before);
@@ -251,9 +174,9 @@ struct Prologue {
         const ColVec bridge = exp2_total(s, t, col + 1, block);
         auto&& right = Tiles::template load_right<Decay>(s.keys[col][t]);
         Tiles::apply(x, [](float a, float f) { return a * f; }, w.k[t], bridge);
-        accumulate(kk, x, right);
+        accumulate<Tiles>(kk, Tiles::template left<Decay>(x), right);
         Tiles::apply(x, [](float a, float f) { return a * f; }, w.q[t], bridge);
-        accumulate(qk, x, right);
+        accumulate<Tiles>(qk, Tiles::template left<Decay>(x), right);
       }
       Tiles::apply(kk, [](float a, float b) { return -a * b; }, kk, w.beta);
       Tiles::store(lower(s, block, col), Tiles::template right<Bounded>(kk));
@@ -278,7 +201,7 @@ struct Prologue {
       const auto left = Tiles::template left<Bounded>(sum);
       auto&& inverse = Tiles::template load_right<Bounded>(s.inverse[i]);
       Tiles::zero(solved);
-      accumulate_operands(solved, left, inverse);
+      accumulate<Tiles>(solved, left, inverse);
       x[i] = Tiles::template left<Bounded>(solved);
       result(i, solved);
     }
@@ -321,14 +244,6 @@ struct Prologue {
   static int valid_rows(const ChunkRow& chunk, int block) {
     const int n = chunk.valid - block * kTile;
     return n < 0 ? 0 : (n > kTile ? kTile : n);
-  }
-  template <class L, class R>
-  static void accumulate_operands(Acc& d, const L& left, const R& right) {
-    Tiles::mma(d, 1, [&](int) -> const L& { return left; }, [&](int) -> const R& { return right; });
-  }
-  template <class R>
-  static void accumulate(Acc& d, const Acc& left, const R& right) {
-    accumulate_operands(d, Tiles::template left<Decay>(left), right);
   }
 };
 

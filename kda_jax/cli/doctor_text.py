@@ -32,6 +32,8 @@ def show(found: dict[str, Any]) -> None:
         default = "  (default)" if device["platform"] == found["default_backend"] else ""
         about.add_row("device", f"{device['platform']}:{device['id']} {device['kind']}{default}")
     out.print(about)
+    if not found["backends"]:  # no device to try them on
+        return
 
     table = Table(title="Backends", title_justify="left")
     table.add_column("backend", no_wrap=True)
