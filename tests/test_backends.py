@@ -96,7 +96,7 @@ def test_auto_without_fused(no_fused: None) -> None:
 def test_fused_missing_is_said(no_fused: None) -> None:
     support = supports("fused")
     assert not support and support.backend is None and "not built here" in support.reason
-    with pytest.raises(NotImplementedError, match="backend 'fused' cannot run.*not built here"):
+    with pytest.raises(NotImplementedError, match=r"backend 'fused' cannot run.*not built here"):
         backends.resolve("fused", SPEC)
 
 
@@ -138,14 +138,14 @@ def test_no_export_anywhere_is_said(registry: None, no_fused: None) -> None:
     assert supports("recording") and not supports("recording", checkpoints=True)
     assert checkpoint_alignment("recording") is None
     case = make_case("random", seq_lens=[20], K=16, V=8, checkpoint_offsets=[[7]])
-    with pytest.raises(NotImplementedError, match="cannot export states.*Split the prompt"):
+    with pytest.raises(NotImplementedError, match=r"cannot export states.*Split the prompt"):
         chunk_kda_prefill(*case.args, **case.kwargs, backend="recording")
 
 
 def test_explicit_names_never_fall_back(registry: None, fused: FusedStub) -> None:
     register_backend(Recording(refuses="only on Sundays; use 'chunked'"))
     for spec in (SPEC, WITH_CHECKPOINTS):
-        with pytest.raises(NotImplementedError, match="backend 'recording'.*only on Sundays"):
+        with pytest.raises(NotImplementedError, match=r"backend 'recording'.*only on Sundays"):
             backends.resolve("recording", spec)
 
 

@@ -120,9 +120,9 @@ def test_chunk_kda_names_its_own_arguments() -> None:
     args = good()
     g, beta = args["raw_g"], args["raw_beta"]
     q, k, v = args["q"], args["k"], args["v"]
-    with pytest.raises(ValueError, match="^g has shape"):
+    with pytest.raises(ValueError, match=r"^g has shape"):
         chunk_kda(q, k, v, g[..., :-1], beta)
-    with pytest.raises(ValueError, match="^beta has dtype int32"):
+    with pytest.raises(ValueError, match=r"^beta has dtype int32"):
         chunk_kda(q, k, v, g, beta.astype(np.int32))
 
 

@@ -125,7 +125,7 @@ struct HostDriver {
     auto& s = *scratch_of<PrologueScratch>(worker);
     auto* out = reinterpret_cast<float*>(blob(chunk, head));
     float* decay = decay_of(blob(chunk, head), p.V);
-    const int blocks = P::valid_blocks(chunks[chunk]);
+    const int blocks = active_blocks<HostTiles, P::NT>(chunks[chunk]);
     for (int w = 0; w < blocks; ++w) P::load(p, chunks[chunk], head, w, s.waves[w], s.shared);
     for (int w = 0; w < blocks; ++w) P::factors(w, blocks, s.waves[w], s.shared, out, decay);
     for (int w = 0; w < blocks; ++w) P::scores(w, s.waves[w], s.shared, out);

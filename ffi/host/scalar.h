@@ -7,10 +7,7 @@
 
 #include "../kernel/ops.h"
 #include "../kernel/problem.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
+#include "../kernel/target.h"
 
 namespace kda {
 inline namespace KDA_ISA {

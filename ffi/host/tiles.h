@@ -14,11 +14,8 @@
 
 #include "../kernel/ops.h"
 #include "../kernel/problem.h"
+#include "../kernel/target.h"
 #include "scalar.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -32,6 +29,7 @@ typedef float Vec16 __attribute__((vector_size(64)));
 
 struct HostTiles {
   using Storage = float;  // element type of operands in memory
+  static constexpr bool kSkipsEmptyBlocks = true;
 
   struct alignas(64) Acc {  // float32, [row][column]
     union {
@@ -43,6 +41,7 @@ struct HostTiles {
   struct Left : Acc {};   // [row][contraction]
   template <class Op>
   struct Right : Acc {};  // [contraction][row]
+  using Raw = Acc;  // a tile of q, k or v as the caller gave it; a GPU keeps it in 16 bits
   struct alignas(64) RowVec {
     float x[kTile];  // one value for each row of a tile
   };
@@ -121,6 +120,12 @@ struct HostTiles {
     scalar::transpose16(&a.x[0][0], &out.x[0][0]);
     return out;
   }
+  // The transpose of a tile rounded to Op (a GPU transposes in 16 bits), or of a caller's tile.
+  template <class Op>
+  static Acc transposed(const Acc& a) {
+    return transpose(left<Op>(a));
+  }
+  static Acc transposed(const Raw& a) { return transpose(a); }
   // (I + a)^-1 for a strictly lower triangular a, in float32 by forward substitution.
   KDA_OUT_OF_LINE Acc unit_lower_inverse(const Acc& a) {
     Acc t;
@@ -220,6 +225,9 @@ struct HostTiles {
     zero(a);
     for (int r = 0; r < valid; ++r) scalar::load16(t, offset + r * stride, a.x[r]);
     return a;
+  }
+  static Raw load_raw(const Tensor& t, int64_t offset, int64_t stride, int valid) {
+    return load(t, offset, stride, valid);
   }
   KDA_OUT_OF_LINE RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     RowVec v = {};

@@ -6,25 +6,37 @@
 #pragma once
 
 #include "ops.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
+#include "target.h"
 
 namespace kda {
 inline namespace KDA_ISA {
 
-// x 2^g
+// x factor 2^g: a normalised row with its decay.
 template <class Tiles>
 struct Decayed {
-  float operator()(float x, float g) const { return x * Tiles::exp2(g); }
+  KDA_FN float operator()(float x, float factor, float g) const {
+    return x * factor * Tiles::exp2(g);
+  }
+};
+struct Add {
+  KDA_FN float operator()(float a, float b) const { return a + b; }
+};
+struct Multiply {
+  KDA_FN float operator()(float a, float b) const { return a * b; }
 };
 
 // acc += left right^T for one pair of tiles that are values already.
 template <class Tiles, class L, class R>
-void accumulate(typename Tiles::Acc& acc, const L& left, const R& right) {
+KDA_FN void accumulate(typename Tiles::Acc& acc, const L& left, const R& right) {
   Tiles::mma(acc, 1, [&](int) -> const L& { return left; }, [&](int) -> const R& { return right; });
 }
+
+// q and k of 16 rows as the caller gave them, with the factor of each row (norm and scale).
+template <class Tiles, int KT>
+struct Rows {
+  typename Tiles::Raw q[KT], k[KT];
+  typename Tiles::RowVec q_factor, k_factor;
+};
 
 template <class Tiles, class Op, int K>
 struct Diagonal {
@@ -35,19 +47,22 @@ struct Diagonal {
   // Bounded gate: 2^(G_i - anchor) * 2^(anchor - G_j). Over 16 rows the first factor falls to
   // 2^-115.5, where small channels would become denormals and be flushed (an error of 1e-3 in a row's
   // own weight, measured); so both are moved to the middle of the range by an exact power of two.
-  static void factored(const Acc (&q)[KT], const Acc (&k)[KT], const Acc (&sum)[KT], Acc& akk,
-                       Acc& aqk) {
+  static KDA_FN void factored(const Rows<Tiles, KT>& x, const Acc (&sum)[KT], Acc& akk, Acc& aqk) {
     Tiles::zero(akk);
     Tiles::zero(aqk);
-    Acc growth, left;
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
-      Tiles::apply(growth, [](float k, float g) { return k * Tiles::exp2(-kMiddle - g); }, k[t],
-                   sum[t]);
+      Acc growth, left;
+      Tiles::apply(
+          growth, [](float k, float f, float g) { return k * f * Tiles::exp2(-kMiddle - g); },
+          x.k[t], x.k_factor, sum[t]);
       const auto right = Tiles::template right<Op>(growth);
-      auto shifted = [](float x, float g) { return x * Tiles::exp2(kMiddle + g); };
-      Tiles::apply(left, shifted, k[t], sum[t]);
+      Acc decay;
+      Tiles::apply(decay, [](float g) { return Tiles::exp2(kMiddle + g); }, sum[t]);
+      auto shifted = [](float x, float f, float e) { return x * f * e; };
+      Tiles::apply(left, shifted, x.k[t], x.k_factor, decay);
       product(akk, left, right);
-      Tiles::apply(left, shifted, q[t], sum[t]);
+      Tiles::apply(left, shifted, x.q[t], x.q_factor, decay);
       product(aqk, left, right);
     }
     mask(akk, aqk);
@@ -58,57 +73,66 @@ struct Diagonal {
   // start to i) + (sum from behind j to the lower half's end). Both are sums of gates, never a
   // difference, so nothing cancels and nothing overflows. On entry `sum` holds the gates; it leaves
   // with G - anchor, and `rest` with G_end - G.
-  static void exact(const Acc (&q)[KT], const Acc (&k)[KT], Acc (&sum)[KT], Acc (&rest)[KT],
-                    Acc& akk, Acc& aqk) {
+  static KDA_FN void exact(const Rows<Tiles, KT>& x, Acc (&sum)[KT], Acc (&rest)[KT], Acc& akk,
+                           Acc& aqk) {
     Tiles::zero(akk);
     Tiles::zero(aqk);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) Tiles::zero(rest[t]);
-    Acc left, level_kk, level_qk, right_k;
+    KDA_UNROLL
     for (int half = 1; half < kTile; half *= 2) {
+      Acc level_kk, level_qk;
       Tiles::zero(level_kk);
       Tiles::zero(level_qk);
       auto upper = [=](int r, int) { return (r & half) != 0; };
       auto lower = [=](int r, int) { return (r & half) == 0; };
+      KDA_UNROLL
       for (int t = 0; t < KT; ++t) {
-        Tiles::apply(right_k, Decayed<Tiles>{}, k[t], rest[t]);
+        Acc left, right_k;
+        Tiles::apply(right_k, Decayed<Tiles>{}, x.k[t], x.k_factor, rest[t]);
         Tiles::select(right_k, lower);
         const auto right = Tiles::template right<Op>(right_k);
-        Tiles::apply(left, Decayed<Tiles>{}, k[t], sum[t]);
+        Tiles::apply(left, Decayed<Tiles>{}, x.k[t], x.k_factor, sum[t]);
         Tiles::select(left, upper);
         product(level_kk, left, right);
-        Tiles::apply(left, Decayed<Tiles>{}, q[t], sum[t]);
+        Tiles::apply(left, Decayed<Tiles>{}, x.q[t], x.q_factor, sum[t]);
         Tiles::select(left, upper);
         product(level_qk, left, right);
         // Join the halves: what lies before an upper row and behind a lower one grows by the other
         // half's total, which is the sum at the last row of that half.
-        Acc before = Tiles::gather_rows(sum[t], [=](int r) { return (r & ~(2 * half - 1)) + half - 1; });
+        Acc before = Tiles::gather_rows(
+            sum[t], [=](int r) { return (r & ~(2 * half - 1)) + half - 1; });
         Acc behind = Tiles::gather_rows(sum[t], [=](int r) { return r | (2 * half - 1); });
         Tiles::select(before, upper);
         Tiles::select(behind, lower);
-        Tiles::apply(sum[t], [](float a, float b) { return a + b; }, sum[t], before);
-        Tiles::apply(rest[t], [](float a, float b) { return a + b; }, rest[t], behind);
+        Tiles::apply(sum[t], Add{}, sum[t], before);
+        Tiles::apply(rest[t], Add{}, rest[t], behind);
       }
       auto together = [=](int r, int c) { return (r ^ c) < 2 * half; };
       Tiles::select(level_kk, together);
       Tiles::select(level_qk, together);
-      Tiles::apply(akk, [](float a, float b) { return a + b; }, akk, level_kk);
-      Tiles::apply(aqk, [](float a, float b) { return a + b; }, aqk, level_qk);
+      Tiles::apply(akk, Add{}, akk, level_kk);
+      Tiles::apply(aqk, Add{}, aqk, level_qk);
     }
     Acc own;
     Tiles::zero(own);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
-      Tiles::apply(own, [](float s, float a, float b) { return s + a * b; }, own, q[t], k[t]);
-    Tiles::add_diagonal(aqk, Tiles::row_sums(own));
+      Tiles::apply(own, [](float s, float a, float b) { return s + a * b; }, own, x.q[t], x.k[t]);
+    typename Tiles::RowVec diagonal = Tiles::row_sums(own);
+    Tiles::apply(diagonal, Multiply{}, diagonal, x.q_factor);
+    Tiles::apply(diagonal, Multiply{}, diagonal, x.k_factor);
+    Tiles::add_diagonal(aqk, diagonal);
     mask(akk, aqk);
   }
 
   // akk holds what lies below the diagonal, aqk the diagonal as well.
-  static void mask(Acc& akk, Acc& aqk) {
+  static KDA_FN void mask(Acc& akk, Acc& aqk) {
     Tiles::select(akk, [](int r, int c) { return r > c; });
     Tiles::select(aqk, [](int r, int c) { return r >= c; });
   }
   template <class R>
-  static void product(Acc& acc, const Acc& left, const R& right) {
+  static KDA_FN void product(Acc& acc, const Acc& left, const R& right) {
     accumulate<Tiles>(acc, Tiles::template left<Op>(left), right);
   }
 };

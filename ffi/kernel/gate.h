@@ -2,10 +2,7 @@
 #pragma once
 
 #include "problem.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
+#include "target.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -15,14 +12,14 @@ constexpr float kNormEpsilon = 1e-6f;  // inside the root, on the sum of squares
 
 // sigmoid by 2^x and a division: tanh-based approximations lose 1e-3 of a slow decay.
 template <class Math>
-inline float sigmoid(float x) {
+KDA_FN float sigmoid(float x) {
   return 1.0f / (1.0f + Math::exp2(-x * kLog2E));
 }
 
 // log(1 + e^x) with a small relative error at both ends: log1p(t) = 2 atanh(t / (2 + t)), and
 // t = e^-|x| <= 1 keeps the series' argument below 1/3.
 template <class Math>
-inline float softplus(float x) {
+KDA_FN float softplus(float x) {
   const float magnitude = x < 0 ? -x : x;
   const float t = Math::exp2(-magnitude * kLog2E);
   const float s = t / (2.0f + t), s2 = s * s;
@@ -39,7 +36,7 @@ inline float softplus(float x) {
 
 // The log decay in log2 units. `rate` is exp(A_log) of the head, `bias` its dt_bias.
 template <class Math>
-inline float log2_decay(Gate gate, float raw_g, float rate, float bias, float lower_bound) {
+KDA_FN float log2_decay(Gate gate, float raw_g, float rate, float bias, float lower_bound) {
   switch (gate) {
     case Gate::kBounded:
       return lower_bound * kLog2E * sigmoid<Math>(rate * (raw_g + bias));

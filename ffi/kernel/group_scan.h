@@ -6,11 +6,8 @@
 // Products are float32: M multiplies states that may be large.
 #pragma once
 
+#include "target.h"
 #include "walk.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -19,7 +16,7 @@ inline namespace KDA_ISA {
 struct GroupRange {
   int first, last;
 };
-inline GroupRange group_range(const SeqRow& seq, int group, int groups) {
+KDA_FN GroupRange group_range(const SeqRow& seq, int group, int groups) {
   const int64_t n = seq.num_chunks;
   return {seq.first_chunk + int(n * group / groups),
           seq.first_chunk + int(n * (group + 1) / groups)};
@@ -31,7 +28,7 @@ inline GroupRange group_range(const SeqRow& seq, int group, int groups) {
 struct GroupSlots {
   float* base;
   int32_t heads, groups, K, V;
-  float* slot(int64_t seq, int64_t head, int64_t group) const {
+  KDA_FN float* slot(int64_t seq, int64_t head, int64_t group) const {
     return base + ((seq * heads + head) * groups + group) * (int64_t(V + K) * K);
   }
   static int64_t bytes(int64_t seqs, int64_t heads, int64_t groups, int64_t K, int64_t V) {
@@ -45,7 +42,7 @@ struct GroupScan {
   using Acc = typename Tiles::Acc;
 
   // Rows 16 slice.. of V: slot 0 holds the state behind group 0.
-  static void scan(const GroupSlots& slots, int64_t seq, int64_t head, int slice) {
+  static KDA_FN void scan(const GroupSlots& slots, int64_t seq, int64_t head, int slice) {
     const typename W::Strides rows{K, 1};
     typename W::State state;
     W::load_state(state, slots.slot(seq, head, 0), rows, slice);
@@ -53,9 +50,12 @@ struct GroupScan {
       float* slot = slots.slot(seq, head, g);
       const float* matrix = slot + int64_t(slots.V) * K;
       typename Tiles::template Left<F32> s[W::KT];
+      KDA_UNROLL
       for (int t = 0; t < W::KT; ++t) s[t] = Tiles::template left<F32>(state.s[t]);
       W::load_state(state, slot, rows, slice);  // B
+      KDA_UNROLL
       for (int t = 0; t < W::KT; ++t)
+        KDA_UNROLL
         for (int j = 0; j < W::KT; ++j) {
           const auto m = Tiles::template right_t<F32>(
               Tiles::load_f32(matrix + int64_t(j) * kTile * K + t * kTile, K, 1));

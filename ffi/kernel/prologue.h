@@ -1,7 +1,6 @@
 // Stage 1, parallel over (chunk, head): everything of a chunk that does not depend on the state.
 //
-// C/16 waves work on a chunk; wave I owns the 16 tokens of row block I, and only the `blocks` waves
-// that hold valid rows do anything. The functions below are what one wave does between two barriers;
+// C/16 waves work on a chunk; wave I owns the 16 tokens of row block I. The functions below are what one wave does between two barriers;
 // a target's driver calls them in order, with a barrier between two of them (the host loops over the
 // waves instead):
 //
@@ -22,11 +21,8 @@
 #include "diagonal.h"
 #include "gate.h"
 #include "ops.h"
+#include "target.h"
 #include "workspace.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -43,7 +39,7 @@ struct Prologue {
   static constexpr int KT = K / kTile, NT = C / kTile;
 
   struct Shared {  // LDS / shared memory
-    alignas(64) float total[NT][K];                  // decay of each block, log2
+    alignas(64) float total[NT][K];                   // decay of each block, log2
     alignas(64) float beta[C];
     alignas(64) Storage keys[NT][KT][kTileElements];  // right operands k 2^(G_end - G)
     alignas(64) Storage rhs[NT][KT][kTileElements];   // (beta k 2^G)^T
@@ -51,33 +47,31 @@ struct Prologue {
     alignas(64) Storage inverse[NT][kTileElements];   // right operands (I + Akk_II)^-1
   };
   struct Wave {  // registers
-    Acc q[KT], k[KT];  // later q 2^(G - anchor), k 2^(G - anchor)
-    Acc sum[KT];       // G - anchor
-    Acc rest[KT];      // G_end - G
-    Acc akk, aqk;      // diagonal block
+    Rows<Tiles, KT> x;
+    Acc sum[KT];                   // G - anchor
+    Acc rest[Unbounded ? KT : 1];  // G_end - G; a bounded gate takes the difference when needed
+    Acc akk, aqk;                  // diagonal block
     RowVec beta;
   };
 
-  static int valid_blocks(const ChunkRow& chunk) { return (chunk.valid + kTile - 1) / kTile; }
-  static Storage* lower(Shared& s, int row, int col) { return s.lower[row * (row - 1) / 2 + col]; }
+  static KDA_FN Storage* lower(Shared& s, int row, int col) {
+    return s.lower[row * (row - 1) / 2 + col];
+  }
 
   // ---- load ----------------------------------------------------------------------------------
-  static void load(const Problem& p, const ChunkRow& chunk, int head, int block, Wave& w,
-                   Shared& s) {
+  static KDA_FN void load(const Problem& p, const ChunkRow& chunk, int head, int block, Wave& w,
+                          Shared& s) {
     const int valid = valid_rows(chunk, block);
     const int64_t first = chunk.first + block * kTile;
     const int64_t row = row_offset(first, head, p.H, K), stride = int64_t(p.H) * K;
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
-      w.q[t] = Tiles::load(p.q, row + t * kTile, stride, valid);
-      w.k[t] = Tiles::load(p.k, row + t * kTile, stride, valid);
+      w.x.q[t] = Tiles::load_raw(p.q, row + t * kTile, stride, valid);
+      w.x.k[t] = Tiles::load_raw(p.k, row + t * kTile, stride, valid);
       w.sum[t] = Tiles::load(p.g, row + t * kTile, stride, valid);
     }
-    if (p.l2norm) {
-      normalise(w.q);
-      normalise(w.k);
-    }
-    const float scale = p.scale;
-    for (int t = 0; t < KT; ++t) Tiles::apply(w.q[t], [=](float x) { return x * scale; }, w.q[t]);
+    w.x.q_factor = row_factor(w.x.q, p.l2norm, p.scale);
+    w.x.k_factor = row_factor(w.x.k, p.l2norm, 1.0f);
 
     w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
     if (p.gate != Gate::kActivated)
@@ -88,94 +82,107 @@ struct Prologue {
     gates(p, head, valid, w);
 
     if constexpr (Unbounded) {
-      Diagonal<Tiles, Decay, K>::exact(w.q, w.k, w.sum, w.rest, w.akk, w.aqk);
+      Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
     } else {
-      for (int t = 0; t < KT; ++t) {
-        Tiles::cumsum_rows(w.sum[t]);
-        const ColVec total = Tiles::last_row(w.sum[t]);
-        Tiles::apply(w.rest[t], [](float e, float x) { return e - x; }, total, w.sum[t]);
-      }
-      Diagonal<Tiles, Decay, K>::factored(w.q, w.k, w.sum, w.akk, w.aqk);
+      KDA_UNROLL
+      for (int t = 0; t < KT; ++t) Tiles::cumsum_rows(w.sum[t]);
+      Diagonal<Tiles, Decay, K>::factored(w.x, w.sum, w.akk, w.aqk);
     }
-    Tiles::apply(w.akk, [](float a, float b) { return a * b; }, w.akk, w.beta);
+    Tiles::apply(w.akk, Multiply{}, w.akk, w.beta);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       Tiles::store_cols(s.total[block] + t * kTile, Tiles::last_row(w.sum[t]));
   }
 
-  static void normalise(Acc (&x)[KT]) {
+  // The factor that normalises a row (1 without l2norm), times `scale`.
+  static KDA_FN RowVec row_factor(const typename Tiles::Raw (&x)[KT], bool l2norm, float scale) {
     Acc squares;
     Tiles::zero(squares);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       Tiles::apply(squares, [](float s, float a) { return s + a * a; }, squares, x[t]);
     RowVec r = Tiles::row_sums(squares);
-    Tiles::apply(r, [](float s) { return Tiles::rsqrt(s + kNormEpsilon); }, r);
-    for (int t = 0; t < KT; ++t)
-      Tiles::apply(x[t], [](float a, float f) { return a * f; }, x[t], r);
+    Tiles::apply(
+        r, [=](float s) { return l2norm ? scale * Tiles::rsqrt(s + kNormEpsilon) : scale; }, r);
+    return r;
   }
 
-  static void gates(const Problem& p, int head, int valid, Wave& w) {
+  static KDA_FN void gates(const Problem& p, int head, int valid, Wave& w) {
     const bool raw = p.gate != Gate::kActivated;
     const float rate = raw ? Tiles::exp2(p.A_log[head] * kLog2E) : 0.0f;
     const float bound = p.lower_bound;
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
       ColVec bias = {};
       if (raw) bias = Tiles::load_cols(p.dt_bias + int64_t(head) * K + t * kTile);
-      auto decay = [&](auto kind) {
-        Tiles::apply(w.sum[t], [=](float x, float b) {
-          return log2_decay<Tiles>(decltype(kind)::value, x, rate, b, bound);
-        }, w.sum[t], bias);
-      };
       if constexpr (Unbounded) {
-        raw ? decay(GateTag<Gate::kSoftplus>{}) : decay(GateTag<Gate::kActivated>{});
+        raw ? decay<Gate::kSoftplus>(w.sum[t], rate, bias, bound)
+            : decay<Gate::kActivated>(w.sum[t], rate, bias, bound);
       } else {
-        decay(GateTag<Gate::kBounded>{});
+        decay<Gate::kBounded>(w.sum[t], rate, bias, bound);
       }
       Tiles::select(w.sum[t], [=](int r, int) { return r < valid; });
     }
   }
+  template <Gate G>
+  static KDA_FN void decay(Acc& g, float rate, const ColVec& bias, float bound) {
+    Tiles::apply(g, [=](float x, float b) { return log2_decay<Tiles>(G, x, rate, b, bound); }, g,
+                 bias);
+  }
 
   // ---- factors -------------------------------------------------------------------------------
-  static void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob, float* decay) {
+  static KDA_FN void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob,
+                             float* decay) {
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
       const ColVec before = exp2_total(s, t, 0, block), after = exp2_total(s, t, block + 1, blocks);
-      Acc x;
-      Tiles::apply(x, Decayed<Tiles>{}, w.k[t], w.rest[t]);
+      Acc x, e;
+      if constexpr (Unbounded) {
+        Tiles::apply(e, [](float g) { return Tiles::exp2(g); }, w.rest[t]);
+      } else {
+        Tiles::apply(e, [](float end, float g) { return Tiles::exp2(end - g); },
+                     Tiles::load_cols(s.total[block] + t * kTile), w.sum[t]);
+      }
+      auto decayed = [](float a, float f, float e) { return a * f * e; };
+      Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
       Tiles::store(s.keys[block][t], Tiles::template right<Decay>(x));
-      Tiles::apply(x, [](float a, float f) { return a * f; }, x, after);
+      Tiles::apply(x, Multiply{}, x, after);
       Tiles::store(blob + Layout::kg(t, block), Tiles::template right_t<Bounded>(x));
 
-      Tiles::apply(w.k[t], Decayed<Tiles>{}, w.k[t], w.sum[t]);
-      Tiles::apply(w.q[t], Decayed<Tiles>{}, w.q[t], w.sum[t]);
-      Tiles::apply(x, [](float a, float f, float b) { return a * f * b; }, w.k[t], before, w.beta);
-      Tiles::template store_acc<Bounded>(s.rhs[block][t], Tiles::transpose(x));
-      Tiles::apply(x, [](float a, float f) { return a * f; }, w.q[t], before);
+      Tiles::apply(e, [](float g, float f) { return Tiles::exp2(g) * f; }, w.sum[t], before);
+      Tiles::apply(x, decayed, w.x.q[t], w.x.q_factor, e);
       Tiles::store(blob + Layout::qg(block, t), Tiles::template left<Decay>(x));
+      Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
+      Tiles::apply(x, Multiply{}, x, w.beta);
+      Tiles::template store_acc<Bounded>(s.rhs[block][t], Tiles::template transposed<Bounded>(x));
       if (t % blocks == block) Tiles::store_cols(decay + t * kTile, exp2_total(s, t, 0, blocks));
     }
   }
 
   // 2^(sum of the totals of blocks [from, to)) for the channels of tile t.
-  static ColVec exp2_total(const Shared& s, int t, int from, int to) {
+  static KDA_FN ColVec exp2_total(const Shared& s, int t, int from, int to) {
     ColVec sum = {};
     for (int j = from; j < to; ++j)
-      Tiles::apply(sum, [](float a, float b) { return a + b; }, sum,
-                   Tiles::load_cols(s.total[j] + t * kTile));
+      Tiles::apply(sum, Add{}, sum, Tiles::load_cols(s.total[j] + t * kTile));
     Tiles::apply(sum, [](float a) { return Tiles::exp2(a); }, sum);
     return sum;
   }
 
   // ---- scores --------------------------------------------------------------------------------
-  static void scores(int block, Wave& w, Shared& s, Storage* blob) {
+  static KDA_FN void scores(int block, Wave& w, Shared& s, Storage* blob) {
     for (int col = 0; col < block; ++col) {
-      Acc kk, qk, x;
+      Acc kk, qk, x, e;
       Tiles::zero(kk);
       Tiles::zero(qk);
+      KDA_UNROLL
       for (int t = 0; t < KT; ++t) {
         const ColVec bridge = exp2_total(s, t, col + 1, block);
+        Tiles::apply(e, [](float g, float f) { return Tiles::exp2(g) * f; }, w.sum[t], bridge);
         auto&& right = Tiles::template load_right<Decay>(s.keys[col][t]);
-        Tiles::apply(x, [](float a, float f) { return a * f; }, w.k[t], bridge);
+        auto decayed = [](float a, float f, float e) { return a * f * e; };
+        Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
         accumulate<Tiles>(kk, Tiles::template left<Decay>(x), right);
-        Tiles::apply(x, [](float a, float f) { return a * f; }, w.q[t], bridge);
+        Tiles::apply(x, decayed, w.x.q[t], w.x.q_factor, e);
         accumulate<Tiles>(qk, Tiles::template left<Decay>(x), right);
       }
       Tiles::apply(kk, [](float a, float b) { return -a * b; }, kk, w.beta);
@@ -183,15 +190,17 @@ struct Prologue {
       Tiles::store(blob + Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
     }
     Tiles::store(blob + Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
-    Tiles::store(s.inverse[block], Tiles::template right<Bounded>(Tiles::unit_lower_inverse(w.akk)));
+    Tiles::store(s.inverse[block],
+                 Tiles::template right<Bounded>(Tiles::unit_lower_inverse(w.akk)));
   }
 
   // ---- solve ---------------------------------------------------------------------------------
   // (I + Akk) X = rhs for sixteen columns, transposed: the accumulator X^T is the next product's left
   // operand as it stands.
   template <class Rhs, class Result>
-  static void substitute(int blocks, Shared& s, Rhs rhs, Result result) {
+  static KDA_FN void substitute(int blocks, Shared& s, Rhs rhs, Result result) {
     typename Tiles::template Left<Bounded> x[NT];
+    KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       Acc sum = rhs(i), solved;
       Tiles::mma(sum, i, [&](int j) -> decltype(auto) { return (x[j]); },
@@ -207,9 +216,9 @@ struct Prologue {
     }
   }
 
-  static void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Shared& s,
-                    Storage* blob) {
-    const int blocks = valid_blocks(chunk);
+  static KDA_FN void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Shared& s,
+                           Storage* blob) {
+    const int blocks = active_blocks<Tiles, NT>(chunk);
     for (int t = wave; t < KT; t += blocks) {
       substitute(
           blocks, s,
@@ -224,10 +233,9 @@ struct Prologue {
           blocks, s,
           [&](int i) {
             const int64_t row = row_offset(chunk.first + i * kTile, head, p.H, p.V) + t * kTile;
-            Acc v = Tiles::transpose(
-                Tiles::load(p.v, row, int64_t(p.H) * p.V, valid_rows(chunk, i)));
-            const ColVec beta = Tiles::load_cols(s.beta + i * kTile);
-            Tiles::apply(v, [](float a, float b) { return a * b; }, v, beta);
+            Acc v = Tiles::transposed(
+                Tiles::load_raw(p.v, row, int64_t(p.H) * p.V, valid_rows(chunk, i)));
+            Tiles::apply(v, Multiply{}, v, Tiles::load_cols(s.beta + i * kTile));
             return v;
           },
           [&](int i, Acc& x) { Tiles::template store_acc<Bounded>(blob + Layout::u(t, i), x); });
@@ -235,13 +243,7 @@ struct Prologue {
   }
 
  private:
-  template <Gate G>
-  struct GateTag {
-    static constexpr Gate value = G;
-  };
-  
-
-  static int valid_rows(const ChunkRow& chunk, int block) {
+  static KDA_FN int valid_rows(const ChunkRow& chunk, int block) {
     const int n = chunk.valid - block * kTile;
     return n < 0 ? 0 : (n > kTile ? kTile : n);
   }

@@ -14,11 +14,8 @@
 
 #include "ops.h"
 #include "problem.h"
+#include "target.h"
 #include "workspace.h"
-
-#ifndef KDA_ISA
-#define KDA_ISA base
-#endif
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -40,35 +37,41 @@ struct Walk {
   struct Strides {
     int64_t value, channel;
   };
-  static Strides strides(const Problem& p) {
+  static KDA_FN Strides strides(const Problem& p) {
     return p.state_kv ? Strides{1, p.V} : Strides{K, 1};
   }
 
-  static void load_state(State& state, const float* p, Strides at, int slice) {
+  static KDA_FN void load_state(State& state, const float* p, Strides at, int slice) {
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       state.s[t] = Tiles::load_f32(p + slice * kTile * at.value + t * kTile * at.channel, at.value,
                                    at.channel);
   }
-  static void store_state(const State& state, float* p, Strides at, int slice) {
+  static KDA_FN void store_state(const State& state, float* p, Strides at, int slice) {
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       Tiles::store_f32(p + slice * kTile * at.value + t * kTile * at.channel, at.value, at.channel,
                        state.s[t]);
   }
-  static void zero_state(State& state) {
+  static KDA_FN void zero_state(State& state) {
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) Tiles::zero(state.s[t]);
   }
   // Rows 16 slice.. of the [K, K] identity.
-  static void identity_state(State& state, int slice) {
+  static KDA_FN void identity_state(State& state, int slice) {
     zero_state(state);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       if (t == slice) Tiles::set_identity(state.s[t]);
   }
 
   // v'^T for the 16 rows, token tile by token tile. `u` null: the homogeneous part alone.
-  static void deltas(const State& state, const Storage* blob, const Storage* u, int blocks,
+  static KDA_FN void deltas(const State& state, const Storage* blob, const Storage* u, int blocks,
                      Acc (&delta)[NT]) {
     typename Tiles::template Left<Decay> s[KT];
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template left<Decay>(state.s[t]);
+    KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       if (u) {
         delta[i] = Tiles::template load_acc<Bounded>(u + i * kTileElements);
@@ -82,13 +85,16 @@ struct Walk {
     }
   }
 
-  static void outputs(const Problem& p, const ChunkRow& chunk, int head, int slice,
+  static KDA_FN void outputs(const Problem& p, const ChunkRow& chunk, int head, int slice,
                       const State& state, const Storage* blob, int blocks,
                       const Acc (&delta)[NT]) {
     typename Tiles::template Right<Decay> s[KT];
     typename Tiles::template Right<Bounded> v[NT];
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template right<Decay>(state.s[t]);
+    KDA_UNROLL
     for (int i = 0; i < blocks; ++i) v[i] = Tiles::template right<Bounded>(delta[i]);
+    KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       Acc o;
       Tiles::zero(o);
@@ -102,17 +108,19 @@ struct Walk {
                    return Tiles::template load_left<Bounded>(blob + Layout::aqk(i, j));
                  },
                  [&](int j) -> decltype(auto) { return (v[j]); });
-      const int left = chunk.valid - i * kTile;
+      const int rows = chunk.valid - i * kTile;
       Tiles::store(p.out, p.v.type,
                    row_offset(int64_t(chunk.first) + i * kTile, head, p.H, p.V) + slice * kTile,
-                   int64_t(p.H) * p.V, o, left < kTile ? left : kTile);
+                   int64_t(p.H) * p.V, o, rows < kTile ? rows : kTile);
     }
   }
 
-  static void advance(State& state, const Storage* blob, const float* decay, int blocks,
+  static KDA_FN void advance(State& state, const Storage* blob, const float* decay, int blocks,
                       const Acc (&delta)[NT]) {
     typename Tiles::template Left<Bounded> v[NT];
+    KDA_UNROLL
     for (int i = 0; i < blocks; ++i) v[i] = Tiles::template left<Bounded>(delta[i]);
+    KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
       Tiles::apply(state.s[t], [](float s, float d) { return s * d; }, state.s[t],
                    Tiles::load_cols(decay + t * kTile));
@@ -124,18 +132,18 @@ struct Walk {
   }
 
   // One chunk for rows 16 slice.. of V, outputs included.
-  static void step(const Problem& p, const ChunkRow& chunk, int head, int slice, State& state,
+  static KDA_FN void step(const Problem& p, const ChunkRow& chunk, int head, int slice, State& state,
                    const Storage* blob, const float* decay) {
-    const int blocks = (chunk.valid + kTile - 1) / kTile;
+    const int blocks = active_blocks<Tiles, NT>(chunk);
     Acc delta[NT];
     deltas(state, blob, blob + Layout::u(slice, 0), blocks, delta);
     outputs(p, chunk, head, slice, state, blob, blocks, delta);
     advance(state, blob, decay, blocks, delta);
   }
   // The same without outputs: a group's contribution to later groups (`identity`: its matrix).
-  static void transfer(const ChunkRow& chunk, bool identity, int slice, State& state,
+  static KDA_FN void transfer(const ChunkRow& chunk, bool identity, int slice, State& state,
                        const Storage* blob, const float* decay) {
-    const int blocks = (chunk.valid + kTile - 1) / kTile;
+    const int blocks = active_blocks<Tiles, NT>(chunk);
     Acc delta[NT];
     deltas(state, blob, identity ? nullptr : blob + Layout::u(slice, 0), blocks, delta);
     advance(state, blob, decay, blocks, delta);

@@ -15,6 +15,8 @@
 #include <cstdint>
 
 #include "ops.h"
+#include "problem.h"
+#include "target.h"
 
 namespace kda {
 
@@ -40,5 +42,12 @@ struct Blob {
     return elements(V) * element_bytes + K * int64_t(sizeof(float));
   }
 };
+
+// Row blocks that a chunk's roles work on. A layer that can loop to a bound of run time leaves out the
+// blocks without valid rows; where tiles are registers all loops are unrolled, and such blocks are zeros.
+template <class Tiles, int NT>
+KDA_FN int active_blocks(const ChunkRow& chunk) {
+  return Tiles::kSkipsEmptyBlocks ? (chunk.valid + kTile - 1) / kTile : NT;
+}
 
 }  // namespace kda

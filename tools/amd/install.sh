@@ -8,6 +8,7 @@
 # 2. HIP 7 headers and the ROCm device bitcode are unpacked, not installed, into build/amd/rocm. They are in
 #    Debian's experimental suite, which this script reads through an apt state of its own, from the mirror that
 #    this machine already uses: nothing of the machine's own apt configuration changes.
+# 3. A stub libamdhip64.so.7, to link against and to load without ROCm, is built in build/amd/stub.
 #
 # The last line on stdout is the route that tools/amd/hipcc.sh then takes:
 #   route: headers   HIP's headers and device bitcode (or a ROCm installation: HIPCC or hipcc on the PATH)
@@ -24,7 +25,7 @@ missing=()
 for package in "clang-$version" "lld-$version" "clang-tools-$version" "llvm-$version"; do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
 done
-command -v g++ >/dev/null || missing+=(g++)  # the C++ library of the host side
+command -v g++ >/dev/null || missing+=(g++)  # the C++ library of the host side, and the stub
 if [ ${#missing[@]} != 0 ]; then
   [ "$(id -u)" = 0 ] || { echo "install.sh: run as root to install: ${missing[*]}" >&2; exit 1; }
   apt-get "${lock[@]}" update -qq
@@ -62,5 +63,10 @@ if [ "${KDA_AMD_ROUTE:-}" != shim ] && [ ! -f "$dest/packages.txt" ] && ! comman
   unpack_hip >&2 || echo "install.sh: HIP's headers could not be had (see above)" >&2
 fi
 [ ! -f "$dest/packages.txt" ] || cat "$dest/packages.txt"
+
+# Libraries link against this and load with it: see stub_hip.c.
+mkdir -p build/amd/stub
+cc -shared -fPIC -O1 -Wl,-soname,libamdhip64.so.7 -o build/amd/stub/libamdhip64.so.7 tools/amd/stub_hip.c
+ln -sf libamdhip64.so.7 build/amd/stub/libamdhip64.so
 
 echo "route: $(tools/amd/hipcc.sh --route)"

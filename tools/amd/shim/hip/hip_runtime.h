@@ -67,9 +67,9 @@ __kda_axes(__kda_block, __builtin_amdgcn_workgroup_id_x(), __builtin_amdgcn_work
 __kda_axes(__kda_size, __builtin_amdgcn_workgroup_size_x(), __builtin_amdgcn_workgroup_size_y(),
            __builtin_amdgcn_workgroup_size_z());
 #undef __kda_axes
-static const __device__ __attribute__((weak)) __kda_thread threadIdx{};
-static const __device__ __attribute__((weak)) __kda_block blockIdx{};
-static const __device__ __attribute__((weak)) __kda_size blockDim{};
+static const __device__ __attribute__((unused)) __kda_thread threadIdx{};
+static const __device__ __attribute__((unused)) __kda_block blockIdx{};
+static const __device__ __attribute__((unused)) __kda_size blockDim{};
 
 #define __kda_device static __device__ __forceinline__
 

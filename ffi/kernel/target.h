@@ -1,0 +1,15 @@
+// What differs between compilers: how a function of the kernel is declared, how a loop over registers
+// is unrolled, and the namespace that keeps two compilations of one header apart.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__HIP__)
+#define KDA_FN __device__ __forceinline__
+#define KDA_UNROLL _Pragma("unroll")  // arrays of tiles are registers: every index must be a constant
+#else
+#define KDA_FN inline
+#define KDA_UNROLL
+#endif
+
+#ifndef KDA_ISA
+#define KDA_ISA base
+#endif
