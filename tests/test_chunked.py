@@ -49,7 +49,7 @@ def test_widest_channels_and_layout() -> None:
 @pytest.mark.parametrize("slab", [1, 3])
 def test_any_slab_size(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "MAX_SLAB", slab)
-    # A seed and lengths that no other test has: the slab size is not in the key of the jit cache.
+    # Lengths that no other test has: the slab size is not in the key of the jit cache.
     case = make_case(
         "random", seq_lens=[200, 0, 70 + slab], checkpoint_offsets=[[9], [], []], **SMALL
     )
@@ -78,13 +78,12 @@ def test_activated_extremes(g: float | str) -> None:
         gate[...] = -0.1
         gate[:, 40] = -np.inf
     beta = rng.uniform(0, 1, (1, T, H)).astype(np.float32)
-    for l2norm in (False, True):
-        got, want = (
-            chunk_kda(q, k, v, gate, beta, use_qk_l2norm=l2norm, backend=b)
-            for b in ("chunked", "scan")
-        )
-        for x, y in zip(got[:2], want[:2], strict=True):
-            assert relative_error(x, y) < 2e-6
+    got, want = (
+        chunk_kda(q, k, v, gate, beta, use_qk_l2norm=isinstance(g, str), backend=b)
+        for b in ("chunked", "scan")
+    )
+    for x, y in zip(got[:2], want[:2], strict=True):
+        assert relative_error(x, y) < 2e-6
 
 
 def test_join_rows_against_its_definition(x64: None) -> None:
@@ -113,15 +112,21 @@ def _weighted(result: Any) -> jax.Array:
     return sum(jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)) for x in result)
 
 
-def _gradients(case: Case, backend: str) -> Any:
+@functools.partial(jax.jit, static_argnames="backend")
+def _gradients_of(args: Any, kwargs: Any, backend: str) -> Any:
     def loss(args: Any, state: Any) -> jax.Array:
-        options = case.kwargs | {"initial_state": state, "backend": backend}
+        options = kwargs | {"initial_state": state, "backend": backend}
         return _weighted(chunk_kda_prefill(*args, **options))
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(case.args, case.initial_state)
+    return jax.grad(loss, argnums=(0, 1))(args, kwargs["initial_state"])
 
 
-@pytest.fixture(scope="module")
+def _gradients(case: Case, backend: str) -> Any:
+    kwargs = {n: x for n, x in case.kwargs.items() if n != "lower_bound"}
+    return _gradients_of(case.args, kwargs, backend)
+
+
+@pytest.fixture
 def graded() -> Case:
     return make_case(
         "random",
@@ -129,7 +134,7 @@ def graded() -> Case:
         checkpoint_offsets=[[64], [], [], [17]],
         initial_state=[True, True, False, True],
         capacity="bucket",
-        chunk_size=32,
+        chunk_size=16,
         **SMALL,
     )
 

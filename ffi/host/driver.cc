@@ -1,15 +1,10 @@
 // Schedules the kernel's roles on CPU threads. Compiled once per instruction set (KDA_ISA).
-//
-// Chunks are taken in slabs, so that the workspace stays bounded and warm: the prologue of all chunks
-// of a slab, then the walk over it; the state between two slabs waits in final_state. With groups > 1
-// the slab is the whole call.
 #include "driver.h"
 
 #include <cstring>
 
-#include "../kernel/group_scan.h"
 #include "../kernel/prologue.h"
-#include "../kernel/walk.h"
+#include "../kernel/schedule.h"
 #include "tiles.h"
 
 namespace kda {
@@ -21,13 +16,18 @@ using host::TaskRunner;
 template <class Policy, int K, int C, bool Unbounded>
 struct HostDriver {
   using P = Prologue<HostTiles, Policy, K, C, Unbounded>;
-  using W = Walk<HostTiles, Policy, K, C>;
+  using S = Schedule<HostTiles, Policy, K, C>;
   using Scan = GroupScan<HostTiles, Policy, K, C>;
-  using State = typename W::State;
+  using State = typename S::State;
 
   struct PrologueScratch {
     typename P::Shared shared;
     typename P::Wave waves[P::NT];
+  };
+  struct States {  // of slices `from` and up
+    State* first;
+    int from;
+    State& operator()(int slice) const { return first[slice - from]; }
   };
 
   const Problem& p;
@@ -35,26 +35,15 @@ struct HostDriver {
   const int workers;
   char* const scratch;
 
-  const SeqRow* seqs = reinterpret_cast<const SeqRow*>(p.seqs);
-  const ChunkRow* chunks = reinterpret_cast<const ChunkRow*>(p.chunks);
+  S s{p, 0, 0};
   const int slices = p.V / kTile;
-  const int64_t state_size = int64_t(p.K) * p.V;
-  const int64_t blob_bytes = Blob<K, C>::bytes(p.V, sizeof(float));
-  int64_t slab_first = 0, slab_last = 0;  // chunks whose blobs are in the workspace
-  int64_t num_chunks = 0;                 // without padding
+  int64_t num_chunks = 0;  // without padding
 
   static int64_t scratch_bytes(const Problem& p) {
-    const int64_t states = (p.V > K ? p.V : K) / kTile * int64_t(sizeof(State));
+    const int64_t states = p.V / kTile * int64_t(sizeof(State));
     return states > int64_t(sizeof(PrologueScratch)) ? states : int64_t(sizeof(PrologueScratch));
   }
-  static int64_t blobs_bytes(const Problem& p) {
-    const int64_t n = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
-    return n * p.H * Blob<K, C>::bytes(p.V, sizeof(float));
-  }
-  static int64_t workspace_bytes(const Problem& p) {
-    return blobs_bytes(p) +
-           (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0);
-  }
+  static int64_t workspace_bytes(const Problem& p) { return S::workspace_bytes(p); }
   static void prefill(const Problem& p, const TaskRunner& tasks, int workers, char* scratch) {
     HostDriver{p, tasks, workers, scratch}.run();
   }
@@ -68,21 +57,16 @@ struct HostDriver {
   T* scratch_of(int worker) {
     return reinterpret_cast<T*>(scratch + worker * scratch_bytes(p));
   }
-  char* blob(int64_t chunk, int64_t head) const {
-    return static_cast<char*>(p.workspace) + ((chunk - slab_first) * p.H + head) * blob_bytes;
-  }
-  static float* decay_of(char* blob, int V) {
-    return reinterpret_cast<float*>(blob) + Blob<K, C>::elements(V);
-  }
 
   void run() {
-    while (num_chunks < p.NC && chunks[num_chunks].sequence >= 0) ++num_chunks;
+    while (num_chunks < p.NC && s.chunk_row(num_chunks).sequence >= 0) ++num_chunks;
     fill_what_no_chunk_writes();
     const int64_t slab = p.groups > 1 ? num_chunks : p.slab_chunks;
-    for (slab_first = 0; slab_first < num_chunks; slab_first = slab_last) {
-      slab_last = slab_first + slab < num_chunks ? slab_first + slab : num_chunks;
-      parallel((slab_last - slab_first) * p.H,
-               [&](int worker, int64_t i) { prologue(worker, slab_first + i / p.H, int(i % p.H)); });
+    for (s.slab_first = 0; s.slab_first < num_chunks; s.slab_first = s.slab_last) {
+      s.slab_last = s.slab_first + slab < num_chunks ? s.slab_first + slab : num_chunks;
+      parallel((s.slab_last - s.slab_first) * p.H, [&](int worker, int64_t i) {
+        prologue(worker, s.slab_first + i / p.H, int(i % p.H));
+      });
       if (p.groups > 1) {
         walk_groups();
       } else {
@@ -94,21 +78,23 @@ struct HostDriver {
   // XLA does not clear results: rows of no sequence, padded states, and the final states of empty
   // sequences are written here.
   void fill_what_no_chunk_writes() {
-    const int64_t element = p.v.type == DType::kF32 ? 4 : 2;
-    const int64_t used = num_chunks ? int64_t(chunks[num_chunks - 1].first) + chunks[num_chunks - 1].valid : 0;
-    const int64_t row = int64_t(p.H) * p.V * element;
+    int64_t used = 0;
+    if (num_chunks) {
+      const ChunkRow last = s.chunk_row(num_chunks - 1);
+      used = int64_t(last.first) + last.valid;
+    }
+    const int64_t row = int64_t(p.H) * p.V * (p.v.type == DType::kF32 ? 4 : 2);
     clear(static_cast<char*>(p.out) + used * row, (p.T - used) * row);
-    const int64_t states = p.H * state_size;
+    const int64_t size = int64_t(p.H) * K * p.V, bytes = size * int64_t(sizeof(float));
     for (int64_t m = 0; m < p.M; ++m)
-      if (p.checkpoints[2 * m] < 0)
-        clear(p.checkpoint_state + m * states, states * int64_t(sizeof(float)));
+      if (p.checkpoints[2 * m] < 0) clear(p.checkpoint_state + m * size, bytes);
     for (int64_t n = 0; n < p.N; ++n) {
-      if (seqs[n].num_chunks > 0) continue;
-      float* to = p.final_state + n * states;
-      if (seqs[n].length == 0 && starts_from_state(n)) {
-        std::memcpy(to, p.initial_state + n * states, size_t(states) * sizeof(float));
+      if (s.seq_row(n).num_chunks > 0) continue;
+      float* to = p.final_state + n * size;
+      if (s.seq_row(n).length == 0 && s.starts_from_state(n)) {
+        std::memcpy(to, p.initial_state + n * size, size_t(bytes));
       } else {
-        clear(to, states * int64_t(sizeof(float)));
+        clear(to, bytes);
       }
     }
   }
@@ -117,132 +103,61 @@ struct HostDriver {
     if (bytes > 0) std::memset(to, 0, size_t(bytes));  // an empty array may be a null pointer
   }
 
-  bool starts_from_state(int64_t seq) const {
-    return p.initial_state && (!p.has_initial_state || p.has_initial_state[seq]);
-  }
-
   void prologue(int worker, int64_t chunk, int head) {
-    auto& s = *scratch_of<PrologueScratch>(worker);
-    auto* out = reinterpret_cast<float*>(blob(chunk, head));
-    float* decay = decay_of(blob(chunk, head), p.V);
-    const int blocks = active_blocks<HostTiles, P::NT>(chunks[chunk]);
-    for (int w = 0; w < blocks; ++w) P::load(p, chunks[chunk], head, w, s.waves[w], s.shared);
-    for (int w = 0; w < blocks; ++w) P::factors(w, blocks, s.waves[w], s.shared, out, decay);
-    for (int w = 0; w < blocks; ++w) P::scores(w, s.waves[w], s.shared, out);
-    for (int w = 0; w < blocks; ++w) P::solve(p, chunks[chunk], head, w, s.shared, out);
+    auto& scratch = *scratch_of<PrologueScratch>(worker);
+    auto& shared = scratch.shared;
+    auto& waves = scratch.waves;
+    const ChunkRow row = s.chunk_row(chunk);
+    float *out = s.blob(chunk, head), *decay = s.decay(chunk, head);
+    const int blocks = active_blocks<HostTiles, P::NT>(row);
+    for (int w = 0; w < blocks; ++w) P::load(p, row, head, w, waves[w], shared);
+    for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out, decay);
+    for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
+    for (int w = 0; w < blocks; ++w) P::solve(p, row, head, w, shared, out);
   }
 
   // A task takes all slices of a head, so that a blob is read while it is warm, unless that leaves
   // threads idle. Slices do not depend on each other: the split never changes a result.
-  int slices_per_task(int64_t heads, int all) const {
-    int n = all;
-    while (n > 1 && heads * ((all + n - 1) / n) < 2 * workers) n = (n + 1) / 2;
+  int slices_per_task(int64_t heads) const {
+    int n = slices;
+    while (n > 1 && heads * ((slices + n - 1) / n) < 2 * workers) n = (n + 1) / 2;
     return n;
   }
 
-  float* state_of(float* states, int64_t row, int head) const {
-    return states + (row * p.H + head) * state_size;
-  }
-
-  void start(State& state, int64_t seq, int head, int slice) {
-    if (starts_from_state(seq)) {
-      W::load_state(state, p.initial_state + (seq * p.H + head) * state_size, W::strides(p), slice);
-    } else {
-      W::zero_state(state);
-    }
-  }
-
-  // Chunks [first, last) of one head for slices [from, to): outputs and checkpoints.
-  void walk(State* states, int head, int from, int to, int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; ++c) {
-      const char* b = blob(c, head);
-      const auto* operands = reinterpret_cast<const float*>(b);
-      const float* decay = decay_of(const_cast<char*>(b), p.V);
-      for (int slice = from; slice < to; ++slice) {
-        State& state = states[slice - from];
-        W::step(p, chunks[c], head, slice, state, operands, decay);
-        if (chunks[c].checkpoint >= 0)
-          W::store_state(state, state_of(p.checkpoint_state, chunks[c].checkpoint, head),
-                         W::strides(p), slice);
-      }
-    }
-  }
-
   void walk_slab() {
-    const int64_t seq_first = chunks[slab_first].sequence;
-    const int64_t seq_count = chunks[slab_last - 1].sequence - seq_first + 1;
-    const int per_task = slices_per_task(seq_count * p.H, slices);
+    const int64_t first = s.chunk_row(s.slab_first).sequence;
+    const int64_t count = s.chunk_row(s.slab_last - 1).sequence - first + 1;
+    const int per_task = slices_per_task(count * p.H);
     const int parts = (slices + per_task - 1) / per_task;
-    parallel(seq_count * p.H * parts, [&](int worker, int64_t i) {
-      const int part = int(i % parts), head = int(i / parts % p.H);
-      const int64_t seq = seq_first + i / parts / p.H;
-      const int64_t begin = seqs[seq].first_chunk, end = begin + seqs[seq].num_chunks;
-      const int64_t first = begin > slab_first ? begin : slab_first;
-      const int64_t last = end < slab_last ? end : slab_last;
-      if (first >= last) return;  // an empty sequence between two others
-      const int from = part * per_task, to = from + per_task < slices ? from + per_task : slices;
-      auto* states = scratch_of<State>(worker);
-      float* carried = state_of(p.final_state, seq, head);
-      for (int slice = from; slice < to; ++slice) {
-        if (first == begin) {
-          start(states[slice - from], seq, head, slice);
-        } else {
-          W::load_state(states[slice - from], carried, W::strides(p), slice);
-        }
-      }
-      walk(states, head, from, to, first, last);
-      for (int slice = from; slice < to; ++slice)
-        W::store_state(states[slice - from], carried, W::strides(p), slice);
+    parallel(count * p.H * parts, [&](int worker, int64_t i) {
+      const int from = int(i % parts) * per_task;
+      const int to = from + per_task < slices ? from + per_task : slices;
+      States states{scratch_of<State>(worker), from};
+      s.walk_slab(states, first + i / parts / p.H, int(i / parts % p.H), from, to);
     });
   }
 
-  // Group 0 starts from the true state and writes its outputs at once; groups 1 .. G-2 first yield
-  // their transfer (M, B); then groups 1 .. G-1 walk from the composed states.
   void walk_groups() {
-    const int groups = p.groups, all = slices + K / kTile;
-    const GroupSlots slots{reinterpret_cast<float*>(static_cast<char*>(p.workspace) + blobs_bytes(p)),
-                           p.H, groups, K, p.V};
-    const typename W::Strides rows{K, 1};
-    auto split = [&](int64_t i, int per, int64_t& seq, int& head, int& group, int& slice) {
-      slice = int(i % per);
-      group = int(i / per % (groups - 1));
-      head = int(i / per / (groups - 1) % p.H);
-      seq = i / per / (groups - 1) / p.H;
-      return seqs[seq].num_chunks > 0;
+    const int between = p.groups - 1;
+    // f(sequence, head, group, slice) for groups 0 .. G-2 of every sequence that has chunks.
+    auto for_each = [&](int per_group, auto f) {
+      parallel(p.N * p.H * between * per_group, [&](int worker, int64_t i) {
+        const int slice = int(i % per_group), group = int(i / per_group % between);
+        const int64_t row = i / per_group / between;
+        States states{scratch_of<State>(worker), slice};
+        if (s.seq_row(row / p.H).num_chunks > 0) f(states, row / p.H, int(row % p.H), group, slice);
+      });
     };
-    parallel(p.N * p.H * (groups - 1) * all, [&](int worker, int64_t i) {
-      int64_t seq;
-      int head, group, slice;
-      if (!split(i, all, seq, head, group, slice)) return;
-      State& state = *scratch_of<State>(worker);
-      const GroupRange range = group_range(seqs[seq], group, groups);
-      if (group == 0) {
-        if (slice >= slices) return;
-        start(state, seq, head, slice);
-        walk(&state, head, slice, slice + 1, range.first, range.last);
-      } else {
-        const bool identity = slice >= slices;
-        identity ? W::identity_state(state, slice - slices) : W::zero_state(state);
-        for (int64_t c = range.first; c < range.last; ++c)
-          W::transfer(chunks[c], identity, slice, state,
-                      reinterpret_cast<const float*>(blob(c, head)), decay_of(blob(c, head), p.V));
-      }
-      W::store_state(state, slots.slot(seq, head, group), rows, slice);
+    for_each(slices + K / kTile, [&](States& states, int64_t seq, int head, int group, int slice) {
+      s.walk_group_first(states, seq, head, group, slice);
     });
     parallel(p.N * p.H * slices, [&](int, int64_t i) {
-      const int64_t seq = i / slices / p.H;
-      if (seqs[seq].num_chunks > 0) Scan::scan(slots, seq, i / slices % p.H, int(i % slices));
+      const int64_t row = i / slices;
+      if (s.seq_row(row / p.H).num_chunks > 0)
+        Scan::scan(s.slots(), row / p.H, row % p.H, int(i % slices));
     });
-    parallel(p.N * p.H * (groups - 1) * slices, [&](int worker, int64_t i) {
-      int64_t seq;
-      int head, group, slice;
-      if (!split(i, slices, seq, head, group, slice)) return;
-      State& state = *scratch_of<State>(worker);
-      W::load_state(state, slots.slot(seq, head, group), rows, slice);  // start of group + 1
-      const GroupRange range = group_range(seqs[seq], group + 1, groups);
-      walk(&state, head, slice, slice + 1, range.first, range.last);
-      if (group + 2 == groups)
-        W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+    for_each(slices, [&](States& states, int64_t seq, int head, int group, int slice) {
+      s.walk_group_second(states, seq, head, group, slice);
     });
   }
 };

@@ -1,0 +1,139 @@
+// Which chunks a walk takes and where its states come from and go to: what the drivers of all targets
+// share. A driver says who runs a task and when.
+//
+// Chunks are taken in slabs, so that the workspace stays bounded: the prologue of all chunks of a slab,
+// then the walk over it; the state between two slabs waits in final_state. With groups > 1 the slab is
+// the whole call.
+#pragma once
+
+#include "group_scan.h"
+#include "target.h"
+#include "walk.h"
+
+namespace kda {
+inline namespace KDA_ISA {
+
+template <class Tiles, class Policy, int K, int C>
+struct Schedule {
+  using W = Walk<Tiles, Policy, K, C>;
+  using State = typename W::State;
+  using Storage = typename Tiles::Storage;
+
+  const Problem& p;
+  int64_t slab_first, slab_last;  // chunks whose blobs are in the workspace
+
+  static constexpr int64_t blob_bytes(int V) { return Blob<K, C>::bytes(V, sizeof(Storage)); }
+  static int64_t blobs_bytes(const Problem& p) {
+    return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * blob_bytes(p.V);
+  }
+  static int64_t workspace_bytes(const Problem& p) {
+    return blobs_bytes(p) + (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0);
+  }
+
+  KDA_FN SeqRow seq_row(int64_t n) const { return reinterpret_cast<const SeqRow*>(p.seqs)[n]; }
+  KDA_FN ChunkRow chunk_row(int64_t c) const {
+    return reinterpret_cast<const ChunkRow*>(p.chunks)[c];
+  }
+  KDA_FN Storage* blob(int64_t chunk, int64_t head) const {
+    return reinterpret_cast<Storage*>(static_cast<char*>(p.workspace) +
+                                      ((chunk - slab_first) * p.H + head) * blob_bytes(p.V));
+  }
+  KDA_FN float* decay(int64_t chunk, int64_t head) const {
+    return reinterpret_cast<float*>(blob(chunk, head) + Blob<K, C>::elements(p.V));
+  }
+  KDA_FN float* state_of(float* states, int64_t row, int head) const {
+    return states + (row * p.H + head) * (int64_t(K) * p.V);
+  }
+  KDA_FN GroupSlots slots() const {
+    const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
+    char* base = static_cast<char*>(p.workspace) + chunks * p.H * blob_bytes(p.V);
+    return {reinterpret_cast<float*>(base), p.H, p.groups, K, p.V};
+  }
+
+  KDA_FN bool starts_from_state(int64_t seq) const {
+    return p.initial_state && (!p.has_initial_state || p.has_initial_state[seq]);
+  }
+  KDA_FN void start(State& state, int64_t seq, int head, int slice) const {
+    if (starts_from_state(seq)) {
+      W::load_state(state, p.initial_state + (seq * p.H + head) * (int64_t(K) * p.V),
+                    W::strides(p), slice);
+    } else {
+      W::zero_state(state);
+    }
+  }
+
+  // Chunks [first, last) of one head for slices [from, to): outputs and checkpoints. `states(slice)`
+  // is the slice's state. All slices take a chunk before the next one, while its blob is warm.
+  template <class States>
+  KDA_FN void walk(States& states, int head, int from, int to, int64_t first, int64_t last) const {
+    for (int64_t c = first; c < last; ++c) {
+      const ChunkRow chunk = chunk_row(c);
+      for (int slice = from; slice < to; ++slice) {
+        W::step(p, chunk, head, slice, states(slice), blob(c, head), decay(c, head));
+        if (chunk.checkpoint >= 0)
+          W::store_state(states(slice), state_of(p.checkpoint_state, chunk.checkpoint, head),
+                         W::strides(p), slice);
+      }
+    }
+  }
+
+  // The part of a sequence that lies in the slab.
+  template <class States>
+  KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
+    const SeqRow row = seq_row(seq);
+    const int64_t begin = row.first_chunk, end = begin + row.num_chunks;
+    const int64_t first = begin > slab_first ? begin : slab_first;
+    const int64_t last = end < slab_last ? end : slab_last;
+    if (first >= last) return;
+    float* carried = state_of(p.final_state, seq, head);
+    for (int slice = from; slice < to; ++slice) {
+      if (first == begin) {
+        start(states(slice), seq, head, slice);
+      } else {
+        W::load_state(states(slice), carried, W::strides(p), slice);
+      }
+    }
+    walk(states, head, from, to, first, last);
+    for (int slice = from; slice < to; ++slice)
+      W::store_state(states(slice), carried, W::strides(p), slice);
+  }
+
+  // Groups, pass 1 (groups 0 .. G-2). Group 0 starts from the true state and writes its outputs at
+  // once; the others yield their transfer: B for slices below V/16, then the rows of M.
+  template <class States>
+  KDA_FN void walk_group_first(States& states, int64_t seq, int head, int group, int slice) const {
+    const int slices = p.V / kTile;
+    const GroupRange range = group_range(seq_row(seq), group, p.groups);
+    State& state = states(slice);
+    if (group == 0) {
+      if (slice >= slices) return;
+      start(state, seq, head, slice);
+      walk(states, head, slice, slice + 1, range.first, range.last);
+    } else {
+      const bool identity = slice >= slices;
+      if (identity) {
+        W::identity_state(state, slice - slices);
+      } else {
+        W::zero_state(state);
+      }
+      for (int64_t c = range.first; c < range.last; ++c)
+        W::transfer(chunk_row(c), identity, slice, state, blob(c, head), decay(c, head));
+    }
+    W::store_state(state, slots().slot(seq, head, group), {K, 1}, slice);
+  }
+
+  // Groups, pass 2: group `group` + 1 from the composed state.
+  template <class States>
+  KDA_FN void walk_group_second(States& states, int64_t seq, int head, int group,
+                                int slice) const {
+    State& state = states(slice);
+    W::load_state(state, slots().slot(seq, head, group), {K, 1}, slice);
+    const GroupRange range = group_range(seq_row(seq), group + 1, p.groups);
+    walk(states, head, slice, slice + 1, range.first, range.last);
+    if (group + 2 == p.groups)
+      W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+  }
+};
+
+}  // namespace KDA_ISA
+}  // namespace kda
