@@ -46,9 +46,10 @@ PATHS: dict[str, tuple[str, int | None]] = {
 NATIVE = [path for path in PATHS if path not in ("scan", "chunked")]
 UNGROUPED = [path for path, (_, groups) in PATHS.items() if groups is None]
 
-# KERNEL_NOTES, section 5: (out, state) with 16-bit operands where they are bounded.
-MIXED = (3.5e-3, 1.5e-3)
-MIXED_NEAR_EQUAL_KEYS = (5.0e-3, 6.0e-3)
+# Relative errors (out, state) that rounding the bounded operands to float16 and the others to
+# bfloat16 costs, whatever the inputs' dtype. Worst measured over all kinds of cases, K in {64, 128}
+# and three seeds at 1230 tokens: 3.5e-3, 1.8e-3.
+MIXED = (3.5e-3, 1.8e-3)
 
 
 class MixedBackend(FusedBackend):
@@ -77,12 +78,11 @@ def prefill(path: str, **options: Any) -> Prefill:
     return functools.partial(chunk_kda_prefill, backend=backend, groups=groups, **options)
 
 
-def bounds(path: str, near_equal_keys: bool = False) -> dict[str, float]:
+def bounds(path: str) -> dict[str, float]:
     """The tolerances of a path where they are not those of the dtype, for assert_matches_scan."""
     if not path.startswith("mixed"):
         return {}
-    out, state = MIXED_NEAR_EQUAL_KEYS if near_equal_keys else MIXED
-    return {"rtol_out": out, "rtol_state": state}
+    return {"rtol_out": MIXED[0], "rtol_state": MIXED[1]}
 
 
 def base_case(kind: Any, seq_lens: Sequence[int], **options: Any) -> Case:
@@ -144,7 +144,7 @@ def activated(backend: str, use_qk_l2norm: bool) -> Prefill:
     def run(q: Any, k: Any, v: Any, raw_g: Any, raw_beta: Any, A_log: Any, dt_bias: Any, **kw: Any):
         bound = kw.pop("lower_bound")
         rate, x = np.exp(A_log.astype(np.float64))[:, None], raw_g.astype(np.float64) + dt_bias
-        g = -rate * np.logaddexp(0, x) if bound is None else bound * sigmoid(rate * x)
+        g = -rate * softplus(x) if bound is None else bound * sigmoid(rate * x)
         beta = sigmoid(raw_beta.astype(np.float64))
         if not use_qk_l2norm:
             q, k = normalize(q), normalize(k)
@@ -156,8 +156,13 @@ def activated(backend: str, use_qk_l2norm: bool) -> Prefill:
     return run
 
 
+def softplus(x: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # padding holds NaN
+        return np.logaddexp(0, x)
+
+
 def sigmoid(x: Array) -> Array:
-    return np.exp(-np.logaddexp(0, -x))
+    return np.exp(-softplus(-x))
 
 
 def normalize(x: Array) -> Array:

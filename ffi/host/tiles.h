@@ -50,6 +50,7 @@ struct HostTiles {
   };
 
   static float exp2(float x) { return scalar::exp2(x); }
+  static float rcp(float x) { return 1.0f / x; }
   static float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 
   static void zero(Acc& a) {

@@ -13,7 +13,7 @@ constexpr float kNormEpsilon = 1e-6f;  // inside the root, on the sum of squares
 // sigmoid by 2^x and a division: tanh-based approximations lose 1e-3 of a slow decay.
 template <class Math>
 KDA_FN float sigmoid(float x) {
-  return 1.0f / (1.0f + Math::exp2(-x * kLog2E));
+  return Math::rcp(1.0f + Math::exp2(-x * kLog2E));
 }
 
 // log(1 + e^x) with a small relative error at both ends: log1p(t) = 2 atanh(t / (2 + t)), and
@@ -22,7 +22,7 @@ template <class Math>
 KDA_FN float softplus(float x) {
   const float magnitude = x < 0 ? -x : x;
   const float t = Math::exp2(-magnitude * kLog2E);
-  const float s = t / (2.0f + t), s2 = s * s;
+  const float s = t * Math::rcp(2.0f + t), s2 = s * s;
   float p = 1.0f / 15;
   p = p * s2 + 1.0f / 13;
   p = p * s2 + 1.0f / 11;

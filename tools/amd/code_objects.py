@@ -1,9 +1,10 @@
 """Takes the GPU code objects out of a library that hipcc or clang built.
 
-    python tools/amd/code_objects.py LIBRARY DIRECTORY      writes DIRECTORY/STEM.N.ARCH.co, prints their names
+    python tools/amd/code_objects.py LIBRARY DIRECTORY
 
-So that what is disassembled and run in tests/cdna_sim is the machine code that ships. N counts the translation units:
-each brings a bundle of its own. The format is clang's offload bundle (ClangOffloadBundler in LLVM's documentation).
+writes DIRECTORY/STEM.N.ARCH.co and prints their names, so that what is disassembled and run in
+tests/cdna_sim is the machine code that ships. N counts the translation units: each brings a bundle
+of its own. The format is clang's offload bundle ("ClangOffloadBundler" in LLVM's documentation).
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ def bundles(data: bytes) -> list[dict[str, bytes]]:
         objects = {}
         for _ in range(count):
             offset, size, length = struct.unpack_from("<QQQ", data, entry)
-            kind, _, target = data[entry + 24 : entry + 24 + length].decode().partition("amdgcn-amd-amdhsa-")
+            kind, _, target = (
+                data[entry + 24 : entry + 24 + length].decode().partition("amdgcn-amd-amdhsa-")
+            )
             entry += 24 + length
             if kind.startswith("hip") and size:
                 objects[target.lstrip("-")] = data[at + offset : at + offset + size]
         found.append(objects)
         at = data.find(MAGIC, entry)
     if not found:
-        what = "compressed bundles: build without --offload-compress" if COMPRESSED in data else "no GPU code"
+        what = (
+            "compressed bundles: build without --offload-compress"
+            if COMPRESSED in data
+            else "no GPU code"
+        )
         raise SystemExit(f"code_objects.py: {what}")
     return found
 

@@ -1,17 +1,21 @@
 """What the compiler says that each kernel uses, and a gate on it.
 
-    python tools/amd/resources.py build/amd/objects                      print the table
-    python tools/amd/resources.py build/amd/objects --table FILE.json    compare with FILE.json; exit 1 if it fails
-    python tools/amd/resources.py build/amd/objects --table FILE.json --update
+    python tools/amd/resources.py build/amd/objects                             print the table
+    python tools/amd/resources.py build/amd/objects --table FILE.json           gate: exit 1 if it fails
+    python tools/amd/resources.py build/amd/objects --table FILE.json --update  write FILE.json
 
-The directory holds STEM.ARCH.txt, written by `hipcc.sh --objects`: remarks of clang's
--Rpass-analysis=kernel-resource-usage. The gate: no spills, no scratch, no dynamic stack; LDS within what one
-workgroup may have; occupancy (waves per SIMD) at least the number in the table; the same kernels and targets as in
-the table. Registers are in the table to be seen in a diff, they are not gated.
+The directory holds STEM.ARCH.txt, written by `hipcc.sh --objects`: the remarks of clang's
+-Rpass-analysis=kernel-resource-usage. The gate: no spills, no scratch, no dynamic stack; LDS within
+what one workgroup may have; occupancy (waves per SIMD) at least the number in the table; the same
+kernels and targets as in the table. Registers are in the table to be seen in a diff, not gated.
 
-The compiler knows static LDS only. For a kernel launched with dynamic LDS the table's "launch" says how, by kernel
-and target, and is kept by --update: {"walk": {"gfx942": {"dynamic_lds": 65536, "threads": 256}}}. The bytes then
-count towards the limit, and the occupancy is lowered to what the LDS of a compute unit allows.
+The compiler knows static LDS only. For a kernel launched with dynamic LDS the table's "launch" says
+how, by kernel and target, and is kept by --update:
+
+    "launch": {"walk": {"gfx942": {"dynamic_lds": 65536, "threads": 256}}}
+
+The bytes then count towards the limit, and the occupancy is lowered to what the LDS of a compute
+unit allows.
 """
 
 from __future__ import annotations
@@ -68,7 +72,9 @@ def demangle(names: list[str]) -> list[str]:
     tool = shutil.which("c++filt") or shutil.which("llvm-cxxfilt-22")
     if not names or not tool:
         return names
-    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True, check=True
+    )
     return [re.sub(r"\(.*\)$", "", n.removeprefix("void ")) for n in done.stdout.splitlines()]
 
 
@@ -114,7 +120,9 @@ def problems(usage: Usage, table: Usage | None) -> list[str]:
             if values["dynamic_stack"]:
                 found.append(f"{where}: dynamic stack")
             if values["lds"] > LDS_LIMIT[target]:
-                found.append(f"{where}: {values['lds']} bytes of LDS, the limit is {LDS_LIMIT[target]}")
+                found.append(
+                    f"{where}: {values['lds']} bytes of LDS, the limit is {LDS_LIMIT[target]}"
+                )
             if table is None:
                 continue
             expected = table.get(kernel, {}).get(target)
@@ -137,7 +145,10 @@ def show(usage: Usage) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if k < 2 else c.rjust(w)
+            for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells))
     return "\n".join(lines)
 

@@ -1,0 +1,25 @@
+// One set of runtime names for both GPU vendors. The source is HIP; nvcc builds it with -x cu.
+#pragma once
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+using hipError_t = cudaError_t;
+using hipStream_t = cudaStream_t;
+constexpr hipError_t hipSuccess = cudaSuccess;
+constexpr cudaFuncAttribute hipFuncAttributeMaxDynamicSharedMemorySize =
+    cudaFuncAttributeMaxDynamicSharedMemorySize;
+inline const char* hipGetErrorString(hipError_t e) { return cudaGetErrorString(e); }
+inline hipError_t hipGetDevice(int* device) { return cudaGetDevice(device); }
+inline hipError_t hipFuncSetAttribute(const void* f, cudaFuncAttribute a, int value) {
+  return cudaFuncSetAttribute(f, a, value);
+}
+inline hipError_t hipLaunchKernel(const void* f, dim3 grid, dim3 block, void** args, size_t shared,
+                                  hipStream_t stream) {
+  return cudaLaunchKernel(f, grid, block, args, shared, stream);
+}
+#else
+#include <hip/hip_runtime.h>
+#endif
