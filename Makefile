@@ -6,6 +6,8 @@
 #   make native         rebuild the native code
 #   make cpp-test       C++ unit tests of the native code    (make sanitize: under ASan and UBSan)
 #   make bench          benchmark this machine's CPU, write benchmarks/results/
+#   make amd-tools      Debian, as root: a HIP compiler for AMD GPUs, without ROCm and without a GPU
+#   make amd-aot        compile jitted programs for MI300X and MI350X with XLA's ROCm backend, without a GPU
 #
 # Variables: PYTHON (an interpreter >= 3.11), VENV, JAX (a pip requirement, e.g. JAX='jax==0.10.2'),
 # KDA_JAX_NATIVE (required: a failed native build is an error; auto: go on without; off: do not try),
@@ -31,7 +33,7 @@ FFI_SOURCES := $(shell find ffi -type f 2>/dev/null)
 CPP_TESTS = $(VENV)/bin/cmake -S ffi -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo -DKDA_TESTS=ON -DKDA_PYTHON=OFF
 
-.PHONY: help demo test test-slow lint types bench native cpp-test sanitize venv clean
+.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-aot venv clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -100,6 +102,13 @@ sanitize: $(VENV)/tools.stamp
 	$(CPP_TESTS) -B $(BUILD_DIR)/sanitize -DKDA_SANITIZE=ON
 	$(VENV)/bin/cmake --build $(BUILD_DIR)/sanitize
 	$(VENV)/bin/ctest --test-dir $(BUILD_DIR)/sanitize --output-on-failure
+
+amd-tools:
+	tools/amd/install.sh
+
+amd-aot:
+	tools/amd/aot_setup.sh
+	build/amd/aot-venv/bin/python tools/amd/aot.py check
 
 clean:
 	rm -rf build $(VENV) .mypy_cache .pytest_cache .ruff_cache

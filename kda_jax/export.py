@@ -1,12 +1,14 @@
 """What `jax.export` needs to know of this library.
 
-Importing the package makes `KDAResult` and `ChunkMetadata` serializable, so that they may be results
-and arguments of an exported function. An exported program that may contain the custom call needs one
-safety check off, since JAX promises stability for its own calls only::
+Importing the package makes `KDAResult` and `ChunkMetadata` serializable, so that they may be
+results and arguments of an exported function. An exported program that may contain the custom call
+needs one safety check off, since JAX promises stability for its own calls only::
 
-    jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=kda_jax.export_checks())
+    checks = kda_jax.export_checks()
+    jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)
 
-The call's name carries a version (`kda_prefill_v1`): its operands never change meaning under that name.
+The call's name carries a version (`kda_prefill_v1`): under that name its operands never change
+their meaning.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,11 @@ from .chunked import ChunkedBackend
 from .metadata import ChunkMetadata
 from .sharding import split_over_heads
 from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
+from .workspace import workspace
 
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
 _TILE = 16
 _MAX_GROUPS = 64
-# Host workspace that is in flight at a time: large enough to keep many threads busy, small enough to
-# stay near the caches. Measured flat between 4 and 32 MiB (benchmarks/results/cpu.md).
-_HOST_SLAB_BYTES = 16 << 20
 
 Kernel = Callable[[KDAInputs, ChunkMetadata], KDAResult]
 
@@ -57,9 +56,8 @@ class FusedBackend:
             return status.reasons.get(
                 spec.platform, f"there is no kernel for platform {spec.platform!r}; use 'chunked'"
             )
-        for name in spec.dtypes:
-            if name not in ("bfloat16", "float16", "float32"):
-                return f"its kernel has no {name}; cast the inputs or use 'chunked'"
+        if why := _wrong_dtypes(spec):
+            return why
         if spec.K not in (64, 128):
             return f"its kernel has K = 64 and 128, not {spec.K}; use 'chunked'"
         if spec.V % _TILE or not _TILE <= spec.V <= 256:
@@ -70,6 +68,24 @@ class FusedBackend:
 
     def run(self, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:
         return _differentiable(self.portable, self.mixed, config)(inputs, metadata)
+
+
+def _wrong_dtypes(spec: CallSpec) -> str | None:
+    for name in spec.dtypes:
+        if name not in ("bfloat16", "float16", "float32"):
+            return f"its kernel has no {name}; cast the inputs or use 'chunked'"
+    if spec.platform == "cpu":
+        return None
+    # A GPU's matrix units would halve float32's precision, so the kernel does not claim it.
+    io = spec.q_dtype
+    if io == "float32" or (spec.k_dtype, spec.v_dtype) != (io, io):
+        return (
+            "on a GPU its kernel takes q, k and v in bfloat16 or all in float16, not "
+            f"{spec.q_dtype}, {spec.k_dtype} and {spec.v_dtype}; cast them or use 'chunked'"
+        )
+    if {spec.g_dtype, spec.beta_dtype} - {io, "float32"}:
+        return f"on a GPU its kernel takes the gates in {io} or float32; cast them"
+    return None
 
 
 FUSED = FusedBackend()
@@ -85,13 +101,19 @@ def _differentiable(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
         return forward(inputs, metadata)
 
-    def prefill_fwd(inputs: KDAInputs, metadata: ChunkMetadata):
-        return forward(inputs, metadata), (inputs, metadata)
+    def prefill_fwd(
+        inputs: KDAInputs, metadata: ChunkMetadata
+    ) -> tuple[KDAResult, tuple[KDAInputs, ChunkMetadata]]:
+        # Not `forward`, which has no derivative of its own: for the gradient of a gradient.
+        return prefill(inputs, metadata), (inputs, metadata)
 
-    def prefill_bwd(residuals, cotangents: KDAResult):
+    def prefill_bwd(
+        residuals: tuple[KDAInputs, ChunkMetadata], cotangents: KDAResult
+    ) -> tuple[KDAInputs, None]:
         inputs, metadata = residuals
         _, pull_back = jax.vjp(lambda x: _chunked(x, metadata, config), inputs)
-        return *pull_back(cotangents), None
+        (gradients,) = pull_back(cotangents)
+        return gradients, None
 
     prefill.defvjp(prefill_fwd, prefill_bwd)
     return prefill
@@ -105,7 +127,8 @@ def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
         built = native.status().available_platforms if portable else native.PLATFORMS
         branches = {
-            p: functools.partial(_custom_call, config=config, mixed=mixed) for p in built
+            p: functools.partial(_custom_call, platform=p, config=config, mixed=mixed)
+            for p in built
         }
         default = functools.partial(_chunked, config=config) if portable else None
 
@@ -117,12 +140,15 @@ def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     batched = custom_vmap(prefill)
 
     @batched.def_vmap
-    def rule(size: int, in_batched, inputs: KDAInputs, metadata: ChunkMetadata):
+    def rule(
+        size: int, in_batched: Any, inputs: KDAInputs, metadata: ChunkMetadata
+    ) -> tuple[KDAResult, Any]:
         inputs_batched, metadata_batched = in_batched
         if any(jax.tree.leaves(metadata_batched)):  # another layout in each: nothing to fold
             inputs, metadata = jax.tree.map(
                 lambda x, b: x if b else jnp.broadcast_to(x, (size, *x.shape)),
-                (inputs, metadata), (inputs_batched, metadata_batched),
+                (inputs, metadata),
+                (inputs_batched, metadata_batched),
             )
             result = lax.map(lambda x: batched(*x), (inputs, metadata))
         else:
@@ -133,10 +159,10 @@ def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
 
 
 # The head axis of each array, without the batch axis.
-_HEAD_AXIS = KDAInputs(1, 1, 1, 1, 1, 0, 0, 1, None)  # type: ignore[arg-type]
+_HEAD_AXIS = (1, 1, 1, 1, 1, 0, 0, 1, None)
 
 
-def _fold(size: int, inputs: KDAInputs, batched: KDAInputs) -> KDAInputs:
+def _fold(size: int, inputs: KDAInputs, batched: Any) -> KDAInputs:
     """Turns a batch of ``size`` calls on one layout into one call on ``size`` times the heads."""
     has = inputs.has_initial_state
     if has is not None and batched.has_initial_state:
@@ -147,7 +173,7 @@ def _fold(size: int, inputs: KDAInputs, batched: KDAInputs) -> KDAInputs:
         inputs = inputs._replace(initial_state=state, has_initial_state=None)
         batched = batched._replace(initial_state=True, has_initial_state=None)
 
-    def fold(x, is_batched, axis):
+    def fold(x: Any, is_batched: bool, axis: int | None) -> Any:
         if x is None or axis is None:
             return x
         if not is_batched:
@@ -155,11 +181,11 @@ def _fold(size: int, inputs: KDAInputs, batched: KDAInputs) -> KDAInputs:
         x = jnp.moveaxis(x, 0, axis)
         return x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
 
-    return KDAInputs(*(fold(x, b, axis) for x, b, axis in zip(inputs, batched, _HEAD_AXIS, strict=True)))
+    return KDAInputs(*map(fold, inputs, batched, _HEAD_AXIS))
 
 
 def _unfold(result: KDAResult, size: int) -> KDAResult:
-    def unfold(x):
+    def unfold(x: jax.Array) -> jax.Array:
         rows, heads = x.shape[:2]
         return jnp.moveaxis(x.reshape(rows, size, heads // size, *x.shape[2:]), 1, 0)
 
@@ -167,12 +193,12 @@ def _unfold(result: KDAResult, size: int) -> KDAResult:
 
 
 def _custom_call(
-    inputs: KDAInputs, metadata: ChunkMetadata, *, config: KDAConfig, mixed: bool
+    inputs: KDAInputs, metadata: ChunkMetadata, *, platform: str, config: KDAConfig, mixed: bool
 ) -> KDAResult:
     _, H, K = inputs.q.shape
     V, (N, M) = inputs.v.shape[-1], (metadata.capacity.sequences, metadata.capacity.checkpoints)
     groups = 1 if config.groups is None else config.groups
-    slab, workspace = host_workspace(H, K, V, metadata, groups)
+    slab, num_bytes = workspace(platform, H, K, V, metadata, groups)
     state = (V, K) if config.state_layout == "vk" else (K, V)
     call = jax.ffi.ffi_call(
         native.TARGET,
@@ -180,7 +206,7 @@ def _custom_call(
             jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
             jax.ShapeDtypeStruct((N, H, *state), jnp.float32),
             jax.ShapeDtypeStruct((M, H, *state), jnp.float32),
-            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+            jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
         ),
     )
     absent = jnp.zeros((0,), jnp.float32)
@@ -204,23 +230,3 @@ def _custom_call(
         mixed=mixed,
     )
     return KDAResult(out, final, saved)
-
-
-def host_workspace(
-    H: int, K: int, V: int, metadata: ChunkMetadata, groups: int = 1
-) -> tuple[int, int]:
-    """(chunks in flight, bytes of workspace) of the CPU kernel.
-
-    A chunk of one head leaves w, qg and kg ``[C, K]``, the lower 16 x 16 tiles of Aqk ``[C, C]``, u
-    ``[C, V]`` and the decay ``[K]``, in float32 (ffi/kernel/workspace.h). Groups need all chunks at
-    once, and a ``[V + K, K]`` matrix each.
-    """
-    C, capacity = metadata.chunk_size, metadata.capacity
-    tiles = C // _TILE
-    blob = 4 * (3 * C * K + tiles * (tiles + 1) // 2 * _TILE * _TILE + C * V + K)
-    if groups > 1:
-        slab = max(1, capacity.chunks)
-        matrices = 4 * capacity.sequences * H * groups * (V + K) * K
-        return slab, slab * H * blob + matrices
-    slab = max(1, min(capacity.chunks, _HOST_SLAB_BYTES // (H * blob)))
-    return slab, slab * H * blob

@@ -1,7 +1,10 @@
-"""Finds the native library, checks that this jaxlib can load it, and registers its FFI handlers.
+"""Finds the native libraries, checks that this jaxlib can load them, registers their FFI handlers.
+
+Each platform has a library of its own: one whose runtime is missing leaves the others alone.
 
 The check comes before the registration: jaxlib refuses a handler that was built against newer FFI
-headers than its own by failing *every* backend of the process, so such a library must never reach it.
+headers than its own by failing *every* backend of the process, so such a library must never reach
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import jax
 TARGET = "kda_prefill_v1"
 PLATFORMS = ("cpu", "cuda", "rocm")
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}
+_MODULES = {"cpu": "_native", "cuda": "_native_cuda", "rocm": "_native_rocm"}
 _REBUILD = "reinstall kda_jax with a C++17 compiler present (BUILD.md), or use backend='chunked'"
 _lock = threading.Lock()
 
@@ -32,18 +36,25 @@ class NativeStatus:
     Attributes:
       available_platforms: those of "cpu", "cuda", "rocm" whose handlers are registered.
       reasons: for each other platform, why not, and what to do.
-      library: path of the extension module, None if there is none.
-      ffi_version: (major, minor) of the FFI headers it was built with.
+      libraries: by platform, the paths of the extension modules that load.
+      ffi_version: (major, minor) of the FFI headers that they were built with, None without any.
       jaxlib_ffi_version: (major, minor) of the installed jaxlib.
       cpu_instruction_set: what the CPU kernel uses on this machine.
+      architectures: by GPU platform, what its kernels were compiled for, e.g. "80,90".
     """
 
     available_platforms: tuple[str, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
-    library: str | None = None
+    libraries: dict[str, str] = field(default_factory=dict)
     ffi_version: tuple[int, int] | None = None
     jaxlib_ffi_version: tuple[int, int] | None = None
     cpu_instruction_set: str | None = None
+    architectures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def library(self) -> str | None:
+        """Path of the CPU's extension module, None if there is none."""
+        return self.libraries.get("cpu")
 
 
 def status() -> NativeStatus:
@@ -55,29 +66,30 @@ def status() -> NativeStatus:
 @functools.cache
 def _status() -> NativeStatus:
     jaxlib_version = jaxlib_ffi_version()
-    try:
-        module = _import()
-    except ImportError as error:
-        return _nothing(str(error), jaxlib_ffi_version=jaxlib_version)
-    facts = {
-        "library": module.__file__,
-        "ffi_version": tuple(module.ffi_version()),
-        "jaxlib_ffi_version": jaxlib_version,
-        "cpu_instruction_set": module.cpu_instruction_set(),
-    }
-    problem = version_problem(module.ffi_version(), jaxlib_version)
-    if problem:
-        return _nothing(problem, **facts)
-    handlers = module.handlers()
-    reasons = {}
+    reasons: dict[str, str] = {}
+    modules: dict[str, ModuleType] = {}
     for platform in PLATFORMS:
-        if platform not in handlers:
-            reasons[platform] = f"the native library holds no kernel for {platform}"
+        try:
+            modules[platform] = _import(platform)
+        except ImportError as error:
+            reasons[platform] = str(error)
+    for platform, module in modules.items():
+        problem = version_problem(module.ffi_version(), jaxlib_version)
+        if problem:
+            reasons[platform] = problem
             continue
-        for target, capsule in handlers[platform].items():
+        for target, capsule in module.handlers().items():
             jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])
-    available = tuple(p for p in PLATFORMS if p not in reasons)
-    return NativeStatus(available, reasons, **facts)
+    gpus = {p: m for p, m in modules.items() if p != "cpu"}
+    return NativeStatus(
+        available_platforms=tuple(p for p in PLATFORMS if p not in reasons),
+        reasons=reasons,
+        libraries={p: str(m.__file__) for p, m in modules.items()},
+        ffi_version=next((tuple(m.ffi_version()) for m in modules.values()), None),
+        jaxlib_ffi_version=jaxlib_version,
+        cpu_instruction_set=modules["cpu"].instruction_set() if "cpu" in modules else None,
+        architectures={p: m.architectures() for p, m in gpus.items()},
+    )
 
 
 def version_problem(built: tuple[int, int], jaxlib: tuple[int, int] | None) -> str | None:
@@ -106,19 +118,22 @@ def jaxlib_ffi_version() -> tuple[int, int] | None:
     return int(found[0][1]), int(found[1][1])
 
 
-def _import() -> ModuleType:
+def _import(platform: str) -> ModuleType:
     if os.environ.get("KDA_JAX_DISABLE_NATIVE", "0") not in ("", "0"):
         raise ImportError("the native library is switched off by KDA_JAX_DISABLE_NATIVE")
     try:
-        return importlib.import_module("kda_jax._native")
+        return importlib.import_module(f"kda_jax.{_MODULES[platform]}")
     except ModuleNotFoundError:
-        # Not next to this file in an editable install.
-        note = importlib.resources.files(__package__) / "_native_build.txt"
-        why = note.read_text().strip() if note.is_file() else "the native library is not built"
-        raise ImportError(f"{why}; {_REBUILD}") from None
+        raise ImportError(_why_missing(platform)) from None
     except ImportError as error:
         raise ImportError(f"the native library does not load ({error}); {_REBUILD}") from error
 
 
-def _nothing(reason: str, **facts: object) -> NativeStatus:
-    return NativeStatus((), dict.fromkeys(PLATFORMS, reason), **facts)  # type: ignore[arg-type]
+def _why_missing(platform: str) -> str:
+    # Not next to this file in an editable install.
+    note = importlib.resources.files(__package__) / "_native_build.txt"
+    if note.is_file():
+        return f"{note.read_text().strip()}; {_REBUILD}"
+    if platform == "cpu":
+        return f"the native library is not built; {_REBUILD}"
+    return f"kda_jax has no kernel for {platform} in it; build it (BUILD.md) or use 'chunked'"

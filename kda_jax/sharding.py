@@ -50,10 +50,7 @@ def sharding_rule(inputs: KDAInputs, config: KDAConfig) -> str:
     t: tokens, k and v: channels, n: sequences, c: chunks, m: checkpoints, w and z: table columns.
     """
     state = "h v k" if config.state_layout == "vk" else "h k v"
-    rules = KDAInputs(
-        q="t h k", k="t h k", v="t h v", g="t h k", beta="t h", A_log="h", dt_bias="h k",
-        initial_state=f"n {state}", has_initial_state="n",
-    )  # fmt: skip
+    rules = ("t h k", "t h k", "t h v", "t h k", "t h", "h", "h k", f"n {state}", "n")
     operands = [rule for rule, x in zip(rules, inputs, strict=True) if x is not None]
     tables = ["n w", "c w", "m z"]
     return ", ".join(operands + tables) + f" -> t h v, n {state}, m {state}"

@@ -48,8 +48,8 @@ UNGROUPED = [path for path, (_, groups) in PATHS.items() if groups is None]
 
 # Relative errors (out, state) that rounding the bounded operands to float16 and the others to
 # bfloat16 costs, whatever the inputs' dtype. Worst measured over all kinds of cases, K in {64, 128}
-# and three seeds at 1230 tokens: 3.5e-3, 1.8e-3.
-MIXED = (3.5e-3, 1.8e-3)
+# and three seeds at 1230 tokens: 3.5e-3, 1.8e-3; without decay: 1.9e-3 in the state.
+MIXED = (3.5e-3, 2.0e-3)
 
 
 class MixedBackend(FusedBackend):
@@ -66,8 +66,12 @@ def all_paths(names: Sequence[str] = tuple(PATHS)) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", names)
 
 
-def prefill(path: str, **options: Any) -> Prefill:
-    """The operator on a path; skips the test where the native kernel is not built."""
+def prefill(path: str, once: bool = False) -> Prefill:
+    """The operator on a path; skips the test where the native kernel is not built.
+
+    ``once`` is for programs that only one test runs: XLA then compiles the plain JAX backends
+    without optimization, in a third of the time.
+    """
     backend, groups = PATHS.get(path, (path, None))
     if backend == "mixed" and backend not in backends.names():
         register_backend(_MIXED)
@@ -75,7 +79,12 @@ def prefill(path: str, **options: Any) -> Prefill:
         support = supports(backend, K=64, V=32)
         if not support:
             pytest.skip(support.reason)
-    return functools.partial(chunk_kda_prefill, backend=backend, groups=groups, **options)
+    fn = functools.partial(chunk_kda_prefill, backend=backend, groups=groups)
+    if once and backend in ("scan", "chunked"):
+        static = ("lower_bound", "state_layout", "scale")
+        options = {"xla_backend_optimization_level": 0}
+        return jax.jit(fn, static_argnames=static, compiler_options=options)
+    return fn
 
 
 def bounds(path: str) -> dict[str, float]:
@@ -136,10 +145,10 @@ def piece(
     )
 
 
-def activated(backend: str, use_qk_l2norm: bool) -> Prefill:
+def activated(path: str, use_qk_l2norm: bool) -> Prefill:
     """`chunk_kda` with the signature of `chunk_kda_prefill`: activates in float64 first."""
-    groups = prefill(backend).keywords["groups"]  # type: ignore[attr-defined]
-    backend = PATHS.get(backend, (backend, None))[0]
+    prefill(path)  # skips
+    backend, groups = PATHS[path]
 
     def run(q: Any, k: Any, v: Any, raw_g: Any, raw_beta: Any, A_log: Any, dt_bias: Any, **kw: Any):
         bound = kw.pop("lower_bound")

@@ -99,7 +99,7 @@ def test_hazard_04_lengths(path: str, lengths: list[int]) -> None:
 @all_paths()
 def test_hazard_05_every_gate_near_the_bound(path: str) -> None:
     case = make_case("saturated", seq_lens=[63, 65], H=16, K=128, V=128)
-    assert_matches_scan(prefill(path), case, **bounds(path))
+    assert_matches_scan(prefill(path, once=True), case, **bounds(path))
 
 
 def _extreme_gates(pattern: str) -> Case:
@@ -161,21 +161,35 @@ def test_hazard_07_softplus_down_to_minus_150(path: str) -> None:
     assert_matches_scan(fn, case, **bounds(path))
 
 
+# 16-bit operands know a key to 2^-12, hence its 2 % of noise to 1 %. That shows in the state, and
+# in out where the queries do not lie near the keys, too, and so read that noise alone.
+NEAR_EQUAL_KEYS = {"near the keys": (5.0e-3, 9.0e-3), "independent": (1.5e-2, 9.0e-3)}
+
+
+def _check_near_equal_keys(path: str, case: Case, queries: str) -> None:
+    if queries == "near the keys":
+        rng = np.random.default_rng(1)
+        case.q[...] = case.k + 0.02 * rng.standard_normal(case.q.shape)
+    limits = {}
+    if "mixed" in path:
+        limits = dict(zip(("rtol_out", "rtol_state"), NEAR_EQUAL_KEYS[queries], strict=True))
+    assert_matches_scan(prefill(path), case, **limits)
+
+
 @all_paths()
+@pytest.mark.parametrize("queries", NEAR_EQUAL_KEYS)
 @pytest.mark.parametrize("bound", [-5.0, None])
-def test_hazard_08_near_equal_keys(path: str, bound: float | None) -> None:
+def test_hazard_08_near_equal_keys(path: str, bound: float | None, queries: str) -> None:
     case = base_case("slow", [1088], lower_bound=bound, initial_state=False)
-    assert_matches_scan(prefill(path), case, **bounds(path))
+    _check_near_equal_keys(path, case, queries)
 
 
 @pytest.mark.slow
 @all_paths()
-def test_hazard_08_near_equal_keys_16384(path: str) -> None:
+@pytest.mark.parametrize("queries", NEAR_EQUAL_KEYS)
+def test_hazard_08_near_equal_keys_16384(path: str, queries: str) -> None:
     case = make_case("slow", seq_lens=[16384], K=128, V=128, initial_state=False)
-    case.raw_beta[...] = 8.0
-    # 16-bit operands: KERNEL_NOTES, section 5.
-    limits = {"rtol_out": 5.0e-3, "rtol_state": 6.0e-3} if "mixed" in path else {}
-    assert_matches_scan(prefill(path), case, **limits)
+    _check_near_equal_keys(path, case, queries)
 
 
 def _in_pieces(fn: Any, case: Case, cuts: list[int], layout: str) -> tuple[Any, Any]:

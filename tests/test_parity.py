@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import BASE, DIMS, MIXED, PATHS, activated, all_paths, base_case, bounds, prefill, sigmoid
+from cases import (
+    BASE,
+    DIMS,
+    MIXED,
+    PATHS,
+    activated,
+    all_paths,
+    base_case,
+    bounds,
+    prefill,
+    sigmoid,
+)
 
 from kda_jax import Capacity, chunk_kda_prefill, supports
 from kda_jax.testing import (
@@ -131,7 +142,7 @@ def options_case(options: Options) -> tuple[Case, dict[str, Any]]:
         chunk_size=chunk_size,
         **DIMS,
     )
-    return case, {"state_layout": layout}
+    return case, {"state_layout": layout, "scale": -3.0 if states == "all" else None}
 
 
 @all_paths()
@@ -139,7 +150,7 @@ def options_case(options: Options) -> tuple[Case, dict[str, Any]]:
 def test_options(path: str, options: Options) -> None:
     case, kwargs = options_case(options)
     limits = bounds(path) if options[3] == "float32" else {}
-    assert_matches_scan(prefill(path), case, **kwargs, **limits)
+    assert_matches_scan(prefill(path, once=True), case, **kwargs, **limits)
 
 
 @all_paths(["fused", "fused in 4 groups"])
@@ -177,13 +188,13 @@ DTYPE_MIXES = [
 def test_dtype_mixes(path: str, dtypes: tuple[str, ...]) -> None:
     if path == "chunked" and dtypes != DTYPE_MIXES[1]:
         pytest.skip("one mix is enough: it loads all dtypes in one place")
-    case, _ = options_case((-5.0, 16, "vk", "float32", "some", True))
+    case, kwargs = options_case((-5.0, 16, "vk", "float32", "some", True))
     names = ("q", "k", "v", "raw_g", "raw_beta")
     mixed = {
         name: getattr(case, name).astype(np.dtype(dtype) if dtype != "bfloat16" else _bfloat16())
         for name, dtype in zip(names, dtypes, strict=True)
     }
-    assert_matches_scan(prefill(path), dataclasses.replace(case, **mixed))
+    assert_matches_scan(prefill(path, once=True), dataclasses.replace(case, **mixed), **kwargs)
 
 
 def _bfloat16() -> Any:
@@ -194,7 +205,7 @@ def _bfloat16() -> Any:
 @pytest.mark.parametrize(("K", "V"), [(100, 37), (256, 256), (1, 1)])
 def test_any_dims(path: str, K: int, V: int) -> None:
     case = make_case("k3", seq_lens=[70, 1, 33], H=1, K=K, V=V, checkpoint_offsets=[[50], [], [16]])
-    assert_matches_scan(prefill(path), case)
+    assert_matches_scan(prefill(path, once=True), case)
     if path == "chunked" and K == 100:
         assert not supports("fused", K=K, V=V)
         assert_matches_scan(functools.partial(chunk_kda_prefill, backend="auto"), case)
@@ -232,7 +243,7 @@ def test_half_precision_is_as_good_as_fla(path: str, kind: str, dtype: str) -> N
         pytest.skip("test_options has it; compiling it again takes long")
     case = base_case(kind, [1100, 130], K=128, V=128, dtype=dtype)
     out, state = FLA[kind]
-    assert_matches_scan(prefill(path), case, rtol_out=out, rtol_state=state)
+    assert_matches_scan(prefill(path, once=True), case, rtol_out=out, rtol_state=state)
 
 
 @all_paths(["mixed", "mixed in 3 groups"])
@@ -250,9 +261,3 @@ def test_accuracy_of_16_bit_operands_is_theirs() -> None:
     assert 1e-4 < relative_error(got.out, want.out) < MIXED[0]
     assert 1e-6 < relative_error(got.final_state, want.final_state) < MIXED[1]
     assert case.metadata.capacity == BASE
-
-
-@all_paths()
-def test_scale_and_layout_of_every_result(path: str) -> None:
-    case, _ = options_case((-2.5, 64, "kv", "float32", "all", True))
-    assert_matches_scan(prefill(path), case, scale=-3.0, state_layout="kv", **bounds(path))

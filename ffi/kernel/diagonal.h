@@ -7,6 +7,7 @@
 
 #include "ops.h"
 #include "target.h"
+#include "tile_ops.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -18,19 +19,6 @@ struct Decayed {
     return x * factor * Tiles::exp2(g);
   }
 };
-struct Add {
-  KDA_FN float operator()(float a, float b) const { return a + b; }
-};
-struct Multiply {
-  KDA_FN float operator()(float a, float b) const { return a * b; }
-};
-
-// acc += left right^T for one pair of tiles that are values already.
-template <class Tiles, class L, class R>
-KDA_FN void accumulate(typename Tiles::Acc& acc, const L& left, const R& right) {
-  Tiles::mma(acc, 1, [&](int) -> const L& { return left; }, [&](int) -> const R& { return right; });
-}
-
 // q and k of 16 rows as the caller gave them, with the factor of each row (norm and scale).
 template <class Tiles, int KT>
 struct Rows {

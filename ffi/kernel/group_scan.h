@@ -7,6 +7,7 @@
 #pragma once
 
 #include "target.h"
+#include "tile_ops.h"
 #include "walk.h"
 
 namespace kda {
@@ -59,8 +60,7 @@ struct GroupScan {
         for (int j = 0; j < W::KT; ++j) {
           const auto m = Tiles::template right_t<F32>(
               Tiles::load_f32(matrix + int64_t(j) * kTile * K + t * kTile, K, 1));
-          Tiles::mma(state.s[t], 1, [&](int) -> decltype(auto) { return (s[j]); },
-                     [&](int) -> decltype(auto) { return (m); });
+          accumulate<Tiles>(state.s[t], s[j], m);
         }
       W::store_state(state, slot, rows, slice);
     }

@@ -1,4 +1,4 @@
-// The FFI handlers that this build holds.
+// The FFI handlers; each library holds one of them.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -6,5 +6,6 @@
 namespace kda {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillGpu);
 
 }  // namespace kda

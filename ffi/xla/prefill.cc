@@ -5,8 +5,6 @@
 namespace kda {
 namespace {
 
-namespace ffi = xla::ffi;
-
 // Collects the first operand that does not fit.
 class Checker {
  public:

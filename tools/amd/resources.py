@@ -1,8 +1,8 @@
 """What the compiler says that each kernel uses, and a gate on it.
 
-    python tools/amd/resources.py build/amd/objects                             print the table
-    python tools/amd/resources.py build/amd/objects --table FILE.json           gate: exit 1 if it fails
-    python tools/amd/resources.py build/amd/objects --table FILE.json --update  write FILE.json
+    python tools/amd/resources.py build/amd/objects                        print the table
+    python tools/amd/resources.py build/amd/objects --table FILE           gate: exits 1 if it fails
+    python tools/amd/resources.py build/amd/objects --table FILE --update  write the table (JSON)
 
 The directory holds STEM.ARCH.txt, written by `hipcc.sh --objects`: the remarks of clang's
 -Rpass-analysis=kernel-resource-usage. The gate: no spills, no scratch, no dynamic stack; LDS within

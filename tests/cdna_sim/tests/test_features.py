@@ -259,43 +259,6 @@ def test_dynamic_lds(arch: str) -> None:
     np.testing.assert_array_equal(out, a[::-1])
 
 
-def scalar_reference(x: int, y: int, p: int, q: int, n: int) -> list[int]:
-    m32, m64 = 2**32 - 1, 2**64 - 1
-
-    def signed(v: int, bits: int) -> int:
-        v &= (1 << bits) - 1
-        return v - (1 << bits) if v >> (bits - 1) else v
-
-    for i in range(n):
-        x = (x * 1664525 + 1013904223 + (y >> 3)) & m32
-        y = (y << 5 ^ x & 0xFF00FF00 ^ i) & m32
-        p = (p * 6364136223846793005 + (q >> 7) + x) & m64
-        q = (q << 9 ^ p & (m64 ^ y)) & m64
-        if signed(x, 32) < signed(y, 32):
-            p = (p + (signed(q, 64) >> 3)) & m64
-        else:
-            trailing = f"{p | 1 << 40:064b}"[::-1].find("1")
-            q = (q - p.bit_count() - trailing - f"{q | 1:064b}".find("1")) & m64
-        count = f"{x:032b}".find("1") if x > 1 << 31 else f"{x | 1 << 16:032b}"[::-1].find("1")
-        y = (y + count) & m32
-        magnitude = abs(signed(y, 32))
-        x ^= ((x * y >> 32) + magnitude % 1000) & m32
-        p ^= (signed(x >> 4, 16) + signed(y, 8) + (x >> 9 & 0x3FF)) & m64
-    return [x, y, p, q]
-
-
-@each_arch
-def test_scalars(arch: str) -> None:
-    r = rng()
-    for n in (1, 7, 20):
-        a = r.integers(0, 2**32, 2, dtype=np.uint32)
-        b = r.integers(0, 2**64, 2, dtype=np.uint64)
-        out = np.zeros(4, np.uint64)
-        feature("scalars", arch, [a, b, out, n])
-        expected = scalar_reference(*(int(v) for v in (*a, *b)), n)
-        assert out.tolist() == expected
-
-
 def test_transpose_read() -> None:
     a, out = np.arange(256).astype(np.uint16), np.zeros((4, 16, 4), np.uint16)
     feature("transpose_read", "gfx950", [a, out])

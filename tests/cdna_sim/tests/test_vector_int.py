@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .asm import Case, check, program
+from .asm import Case, check, one, program, three, two
 from .toolchain import ARCHITECTURES
 
 U = np.uint32
@@ -27,23 +27,6 @@ def as_u64(x) -> np.ndarray:
 def i24(x) -> np.ndarray:
     low = np.asarray(x).astype(np.int64) & 0xFFFFFF
     return wide(np.where(low >> 23, low - (1 << 24), low))
-
-
-def two(name: str, kind: str, fn, **options) -> Case:
-    return Case(f"{name} {{d}}, {{a}}, {{b}}", f"{kind} {kind} -> {kind}", fn, **options)
-
-
-def one(name: str, signature: str, fn, **options) -> Case:
-    return Case(f"{name} {{d}}, {{a}}", signature, fn, **options)
-
-
-def three(name: str, kind: str, fn, **options) -> Case:
-    kinds = f"{kind} {kind} {kind} -> {kind}"
-    return Case(f"{name} {{d}}, {{a}}, {{b}}, {{c}}", kinds, fn, **options)
-
-
-def fma(a, b, c):
-    return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 def bits(x, fn) -> list[int]:

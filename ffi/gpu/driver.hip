@@ -1,5 +1,6 @@
-// Launches of the GPU target. HIP is the source language; nvcc builds the file with -x cu.
-#include "launch.h"
+// The launches for one type of q, k, v (KDA_IO) and one K (KDA_K); compiled once for each. HIP is the
+// source language; nvcc builds this file with -x cu.
+#include "driver.h"
 
 #include <atomic>
 
@@ -16,22 +17,19 @@ inline namespace KDA_ISA {
 namespace {
 
 #if defined(__CUDACC__)
-template <class Io>
-using GpuTiles = NvidiaTiles<Io>;
+using GpuTiles = NvidiaTiles<KDA_IO>;
 #else
-template <class Io>
-using GpuTiles = CdnaTiles<Io>;
+using GpuTiles = CdnaTiles<KDA_IO>;
 #endif
 
-// The wave size of the compilation for the host side, where the target's is not known.
 constexpr int kMaxDevices = 64;
 
 std::string failure(hipError_t error, const char* what, const char* file, int line) {
   return std::string(file) + ":" + std::to_string(line) + ": " + what + ": " +
          hipGetErrorString(error);
 }
-#define KDA_TRY(call)                                                            \
-  if (hipError_t error = (call); error != hipSuccess)                            \
+#define KDA_TRY(call)                                 \
+  if (hipError_t error = (call); error != hipSuccess) \
   return failure(error, #call, __FILE__, __LINE__)
 
 template <class... Args>
@@ -42,9 +40,9 @@ hipError_t launch(void (*kernel)(Args...), int64_t blocks, int y, int threads, s
                          dim3(unsigned(threads)), pointers, shared, stream);
 }
 
-template <class Io, int K, int C, bool Unbounded>
+template <int K, int C, bool Unbounded>
 struct GpuDriver {
-  using T = GpuTiles<Io>;
+  using T = GpuTiles;
   using Policy = MixedPolicy;
   using P = Prologue<T, Policy, K, C, Unbounded>;
   using S = Schedule<T, Policy, K, C>;
@@ -91,60 +89,29 @@ struct GpuDriver {
   }
 };
 
-// f(driver) for the problem's types and sizes.
-template <class Io, int K, int C, class F>
-auto with_gate(const Problem& p, F f) {
-  return unbounded(p.gate) ? f(GpuDriver<Io, K, C, true>{}) : f(GpuDriver<Io, K, C, false>{});
-}
-template <class Io, int K, class F>
-auto with_chunk(const Problem& p, F f) {
-  return p.C == 64   ? with_gate<Io, K, 64>(p, f)
-         : p.C == 32 ? with_gate<Io, K, 32>(p, f)
-                     : with_gate<Io, K, 16>(p, f);
-}
-template <class Io, class F>
-auto with_width(const Problem& p, F f) {
-  return p.K == 64 ? with_chunk<Io, 64>(p, f) : with_chunk<Io, 128>(p, f);
-}
 template <class F>
-auto with_driver(const Problem& p, F f) {
-  return p.q.type == DType::kBF16 ? with_width<BF16>(p, f) : with_width<F16>(p, f);
+auto with_gate(const Problem& p, F f) {
+  if (p.C == 32) {
+    return unbounded(p.gate) ? f(GpuDriver<KDA_K, 32, true>{}) : f(GpuDriver<KDA_K, 32, false>{});
+  }
+  return unbounded(p.gate) ? f(GpuDriver<KDA_K, 64, true>{}) : f(GpuDriver<KDA_K, 64, false>{});
 }
 
-std::string check(const Problem& p) {
-  auto number = [](int64_t n) { return std::to_string(n); };
-  if (p.K != 64 && p.K != 128) return "K is " + number(p.K) + ", the kernel has 64 and 128";
-  if (p.V < 16 || p.V > 256 || p.V % 16)
-    return "V is " + number(p.V) + ", want a multiple of 16 up to 256";
-  if (p.C != 16 && p.C != 32 && p.C != 64)
-    return "chunk_size is " + number(p.C) + ", the kernel has 16, 32 and 64";
-  if (p.q.type == DType::kF32 || p.k.type != p.q.type || p.v.type != p.q.type)
-    return "q, k and v must all be bfloat16 or all be float16";
-  for (const Tensor* t : {&p.g, &p.beta})
-    if (t->type != p.q.type && t->type != DType::kF32)
-      return "g and beta must have the type of q or be float32";
-  if (p.groups < 1 || p.groups > 64) return "groups is " + number(p.groups) + ", want 1 to 64";
-  if (p.slab_chunks < 1) return "slab_chunks is " + number(p.slab_chunks) + ", want at least 1";
-  if (p.groups > 1 && p.slab_chunks < p.NC)
-    return "slab_chunks is " + number(p.slab_chunks) + ", with groups it must hold all " +
-           number(p.NC) + " chunks";
-  if (p.NC * p.H >= int64_t(1) << 31) return "too many chunks and heads for one launch";
-  const int64_t want = gpu::workspace_bytes(p);
-  if (p.workspace_bytes < want)
-    return "workspace has " + number(p.workspace_bytes) + " bytes, want " + number(want);
-  return "";
-}
+const gpu::Driver kDriver = {
+    [](const Problem& p) {
+      return with_gate(p, [&](auto d) { return decltype(d)::S::workspace_bytes(p); });
+    },
+    [](const Problem& p, void* stream) {
+      return with_gate(
+          p, [&](auto d) { return decltype(d)::run(p, static_cast<hipStream_t>(stream)); });
+    },
+};
 
 }  // namespace
 }  // namespace KDA_ISA
 
-int64_t gpu::workspace_bytes(const Problem& p) {
-  return with_driver(p, [&](auto d) { return decltype(d)::S::workspace_bytes(p); });
-}
-
-std::string gpu::prefill(const Problem& p, void* stream) {
-  if (std::string error = check(p); !error.empty()) return error;
-  return with_driver(p, [&](auto d) { return decltype(d)::run(p, static_cast<hipStream_t>(stream)); });
-}
+#define KDA_JOIN2(a, b, c, d) a##b##c##d
+#define KDA_JOIN(a, b, c, d) KDA_JOIN2(a, b, c, d)
+const gpu::Driver& gpu::KDA_JOIN(driver_, KDA_IO, _, KDA_K)() { return KDA_ISA::kDriver; }
 
 }  // namespace kda

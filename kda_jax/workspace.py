@@ -1,0 +1,45 @@
+"""How much scratch memory the kernel of a platform asks XLA for, and in how many pieces it works.
+
+The handler checks the size and refuses one that is too small; it never allocates. Linear in the
+tokens in flight, and bounded: chunks are taken in slabs, except with groups, which need all chunks
+at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .metadata import ChunkMetadata
+
+_TILE = 16
+# Memory in flight. CPU: enough tasks for many threads, and still near the caches. GPU: long enough
+# slabs that a launch costs nothing beside its work.
+_SLAB_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30, "rocm": 1 << 30}
+_ELEMENT_BYTES = {"cpu": 4, "cuda": 2, "rocm": 2}
+
+
+class Workspace(NamedTuple):
+    """Chunks in flight, and bytes."""
+
+    slab_chunks: int
+    num_bytes: int
+
+
+def workspace(
+    platform: str, H: int, K: int, V: int, metadata: ChunkMetadata, groups: int = 1
+) -> Workspace:
+    """The workspace of a call on "cpu", "cuda" or "rocm".
+
+    A chunk of one head leaves w, qg and kg ``[C, K]``, the lower 16 x 16 tiles of Aqk ``[C, C]``
+    and u ``[C, V]`` in the target's operand type, and the decay ``[K]`` in float32
+    (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]`` (ffi/kernel/group_scan.h).
+    """
+    C, capacity = metadata.chunk_size, metadata.capacity
+    tiles = C // _TILE
+    elements = 3 * C * K + tiles * (tiles + 1) // 2 * _TILE * _TILE + C * V
+    chunk = H * (elements * _ELEMENT_BYTES[platform] + 4 * K)
+    if groups > 1:
+        slab = max(1, capacity.chunks)
+        return Workspace(slab, slab * chunk + 4 * capacity.sequences * H * groups * (V + K) * K)
+    slab = max(1, min(capacity.chunks, _SLAB_BYTES[platform] // chunk))
+    return Workspace(slab, slab * chunk)
