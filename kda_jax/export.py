@@ -1,8 +1,9 @@
 """What `jax.export` needs to know of this library.
 
 Importing the package makes `KDAResult` and `ChunkMetadata` serializable, so that they may be
-results and arguments of an exported function. An exported program that may contain the custom call
-needs one safety check off, since JAX promises stability for its own calls only::
+results and arguments of an exported function, and registers the custom call, so that a process that
+only loads an exported program can run it. An exported program that may contain the custom call needs
+one safety check off, since JAX promises stability for its own calls only::
 
     checks = kda_jax.export_checks()
     jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)
@@ -19,7 +20,7 @@ import json
 from jax import export as jax_export
 
 from .metadata import Capacity, ChunkMetadata
-from .native import TARGET
+from .native import TARGET, status
 from .types import KDAResult
 
 
@@ -45,3 +46,4 @@ jax_export.register_pytree_node_serialization(
     serialize_auxdata=_pack,
     deserialize_auxdata=_unpack,
 )
+status()  # never raises

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from . import native
 from .chunked import ChunkedBackend
 from .metadata import ChunkMetadata
-from .sharding import split_over_heads
+from .sharding import split_over_heads, varying_like
 from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
 from .workspace import workspace
 
@@ -178,8 +178,9 @@ def _fold(size: int, inputs: KDAInputs, batched: Any) -> KDAInputs:
             return x
         if not is_batched:
             x = jnp.broadcast_to(x, (size, *x.shape))
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
+        # Heads before the batch: what is sharded over heads stays so.
+        x = jnp.moveaxis(x, 0, axis + 1)
+        return x.reshape(*x.shape[:axis], x.shape[axis] * size, *x.shape[axis + 2 :])
 
     return KDAInputs(*map(fold, inputs, batched, _HEAD_AXIS))
 
@@ -187,7 +188,7 @@ def _fold(size: int, inputs: KDAInputs, batched: Any) -> KDAInputs:
 def _unfold(result: KDAResult, size: int) -> KDAResult:
     def unfold(x: jax.Array) -> jax.Array:
         rows, heads = x.shape[:2]
-        return jnp.moveaxis(x.reshape(rows, size, heads // size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(rows, heads // size, size, *x.shape[2:]), 2, 0)
 
     return KDAResult(*map(unfold, result))
 
@@ -229,4 +230,4 @@ def _custom_call(
         state_kv=config.state_layout == "kv",
         mixed=mixed,
     )
-    return KDAResult(out, final, saved)
+    return varying_like((inputs, metadata), KDAResult(out, final, saved))

@@ -67,28 +67,36 @@ def status() -> NativeStatus:
 def _status() -> NativeStatus:
     jaxlib_version = jaxlib_ffi_version()
     reasons: dict[str, str] = {}
-    modules: dict[str, ModuleType] = {}
+    libraries: dict[str, str] = {}
+    architectures: dict[str, str] = {}
+    built: tuple[int, int] | None = None
+    instruction_set = None
     for platform in PLATFORMS:
         try:
-            modules[platform] = _import(platform)
+            module = _import(platform)
+            libraries[platform] = str(module.__file__)
+            built = module.ffi_version()
+            if problem := version_problem(built, jaxlib_version):
+                raise ImportError(problem)
+            if platform == "cpu":
+                instruction_set = module.instruction_set()
+            else:
+                architectures[platform] = module.architectures()
+            for target, capsule in module.handlers().items():
+                jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])
         except ImportError as error:
             reasons[platform] = str(error)
-    for platform, module in modules.items():
-        problem = version_problem(module.ffi_version(), jaxlib_version)
-        if problem:
-            reasons[platform] = problem
-            continue
-        for target, capsule in module.handlers().items():
-            jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])
-    gpus = {p: m for p, m in modules.items() if p != "cpu"}
+        except Exception as error:  # whatever it is, the rest of the library works without it
+            why = f"{type(error).__name__}: {error}"
+            reasons[platform] = f"the native library does not fit this kda_jax ({why}); {_REBUILD}"
     return NativeStatus(
         available_platforms=tuple(p for p in PLATFORMS if p not in reasons),
         reasons=reasons,
-        libraries={p: str(m.__file__) for p, m in modules.items()},
-        ffi_version=next((tuple(m.ffi_version()) for m in modules.values()), None),
+        libraries=libraries,
+        ffi_version=built,
         jaxlib_ffi_version=jaxlib_version,
-        cpu_instruction_set=modules["cpu"].instruction_set() if "cpu" in modules else None,
-        architectures={p: m.architectures() for p, m in gpus.items()},
+        cpu_instruction_set=instruction_set,
+        architectures=architectures,
     )
 
 

@@ -1,19 +1,22 @@
-"""How the partitioner splits the custom call: heads are independent, everything else is not.
+"""How the operator is split over devices: heads are independent, everything else is not.
 
-Under `jax.jit` with sharded operands XLA asks this rule; a program whose q, k, v and states are
-sharded over heads then runs one custom call per device and moves nothing. Under `jax.shard_map` the
-call is local already and the rule is not used.
+Under `jax.jit` with sharded operands XLA asks the rule of the custom call; a program whose q, k, v
+and states are sharded over heads then runs one call per device and moves nothing. Operands that are
+sharded over anything else are gathered first. Under `jax.shard_map` the call is local already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .metadata import ChunkMetadata
-from .types import KDAConfig, KDAInputs, KDAResult
+from .types import Backend, KDAConfig, KDAInputs, KDAResult
 
 
 def split_over_heads(
@@ -27,21 +30,29 @@ def split_over_heads(
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*jax.tree.unflatten(tree, leaves)))
 
-    def partition(mesh, arg_shapes, result_shapes):
-        args, results = (
-            jax.tree.map(lambda x: x.sharding, tuple(s)) for s in (arg_shapes, result_shapes)
-        )
-        return mesh, flat, results, args
+    rule = sharding_rule(inputs, config)
+
+    def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
+        # The shapes carry the shardings that the caller has, also of what must come whole.
+        q = arg_shapes[0].sharding.spec
+        heads = q[1] if len(q) > 1 else None
+
+        def shardings(side: str) -> tuple[NamedSharding, ...]:
+            axes = [[heads if f == "h" else None for f in x.split()] for x in side.split(",")]
+            return tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in axes)
+
+        operands, results = map(shardings, rule.split("->"))
+        return mesh, flat, results, operands
 
     leaves, tree = jax.tree.flatten((inputs, metadata))
     call = custom_partitioning(flat)
     call.def_partition(
         partition=partition,
-        sharding_rule=sharding_rule(inputs, config),
+        sharding_rule=rule,
         # In the order in which the factors appear in the rule, as Shardy wants it.
         need_replication_factors=tuple("tkvnwcmz"),
     )
-    return KDAResult(*call(*leaves))
+    return varying_like(leaves, KDAResult(*call(*leaves)))
 
 
 def sharding_rule(inputs: KDAInputs, config: KDAConfig) -> str:
@@ -54,3 +65,41 @@ def sharding_rule(inputs: KDAInputs, config: KDAConfig) -> str:
     operands = [rule for rule, x in zip(rules, inputs, strict=True) if x is not None]
     tables = ["n w", "c w", "m z"]
     return ", ".join(operands + tables) + f" -> t h v, n {state}, m {state}"
+
+
+def varying_like(inputs: Any, result: KDAResult) -> KDAResult:
+    """Types the results of an opaque call as differing between devices wherever an input does.
+
+    `jax.shard_map` keeps track of that, and cannot look into the call.
+    """
+
+    def axes(x: jax.Array) -> frozenset[str]:
+        return jax.typeof(x).manual_axis_type.varying
+
+    varying = frozenset[str]().union(*map(axes, jax.tree.leaves(inputs)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(varying - axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return KDAResult(*map(cast, result))
+
+
+def run_on_auto_axes(
+    backend: Backend, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata
+) -> KDAResult:
+    """Runs a backend, with the explicit axes of a mesh handed to the partitioner.
+
+    On explicit axes, the default of `jax.make_mesh`, JAX wants to know the sharding of every
+    intermediate array. The results are sharded over heads as v is, and over nothing else.
+    """
+    sharding = jax.typeof(inputs.v).sharding
+    if not sharding.mesh.explicit_axes:
+        return backend.run(inputs, config, metadata)
+    by_head = NamedSharding(sharding.mesh, PartitionSpec(None, sharding.spec[1]))
+    run = jax.sharding.auto_axes(
+        lambda inputs, metadata: backend.run(inputs, config, metadata),
+        axes=sharding.mesh.explicit_axes,
+        out_sharding=KDAResult(by_head, by_head, by_head),  # type: ignore[arg-type]
+    )
+    return run(inputs, metadata)

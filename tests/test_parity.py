@@ -7,7 +7,6 @@ padding holds NaN.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from cases import (
     sigmoid,
 )
 
-from kda_jax import Capacity, chunk_kda_prefill, supports
+from kda_jax import Capacity, supports
 from kda_jax.testing import (
     Case,
     assert_matches_scan,
@@ -202,18 +201,28 @@ def _bfloat16() -> Any:
 
 
 @all_paths(["scan", "chunked"])
-@pytest.mark.parametrize(("K", "V"), [(100, 37), (256, 256), (1, 1)])
-def test_any_dims(path: str, K: int, V: int) -> None:
-    case = make_case("k3", seq_lens=[70, 1, 33], H=1, K=K, V=V, checkpoint_offsets=[[50], [], [16]])
+@pytest.mark.parametrize(
+    ("K", "V", "chunk_size"), [(100, 37, 64), (256, 256, 16), (3, 256, 32), (1, 1, 16)]
+)
+def test_any_dims(path: str, K: int, V: int, chunk_size: int) -> None:
+    case = make_case(
+        "k3",
+        seq_lens=[70, 1, 33],
+        H=1,
+        K=K,
+        V=V,
+        checkpoint_offsets=[[50], [], [16]],
+        chunk_size=chunk_size,
+    )
     assert_matches_scan(prefill(path, once=True), case)
-    if path == "chunked" and K == 100:
-        assert not supports("fused", K=K, V=V)
-        assert_matches_scan(functools.partial(chunk_kda_prefill, backend="auto"), case)
+    assert supports("auto", K=K, V=V).backend == "chunked"
+    assert not supports("fused", K=K, V=V)
 
 
 @all_paths(["fused", "fused in 4 groups", "mixed"])
-@pytest.mark.parametrize("chunk_size", [16, 64])
-@pytest.mark.parametrize(("K", "V"), [(64, 16), (64, 256), (128, 48), (128, 128)])
+@pytest.mark.parametrize(
+    ("K", "V", "chunk_size"), [(64, 16, 64), (64, 256, 16), (128, 48, 32), (128, 128, 64)]
+)
 def test_dims_of_fused(path: str, K: int, V: int, chunk_size: int) -> None:
     case = make_case(
         "random",

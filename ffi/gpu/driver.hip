@@ -77,12 +77,12 @@ struct GpuDriver {
     }
     if (p.groups > 1 && p.NC > 0) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;
-      KDA_TRY(launch(group_kernel<T, Policy, K, C, GroupStage::kFirst>,
+      KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupFirst>,
                      waves(heads * between * (slices + K / kTile)), 1, walk_threads, 0, stream,
                      Problem(p)));
-      KDA_TRY(launch(group_kernel<T, Policy, K, C, GroupStage::kScan>, waves(heads * slices), 1,
+      KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupScan>, waves(heads * slices), 1,
                      walk_threads, 0, stream, Problem(p)));
-      KDA_TRY(launch(group_kernel<T, Policy, K, C, GroupStage::kSecond>,
+      KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupSecond>,
                      waves(heads * between * slices), 1, walk_threads, 0, stream, Problem(p)));
     }
     return "";

@@ -71,23 +71,23 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
   s.walk_slab(state, i / slices / p.H, int(i / slices % p.H), slice, slice + 1);
 }
 
-enum class GroupStage : int { kFirst, kScan, kSecond };
+constexpr int kGroupFirst = 1, kGroupScan = 2, kGroupSecond = 3;  // stages, in order
 
-template <class Tiles, class Policy, int K, int C, GroupStage Stage>
+template <class Tiles, class Policy, int K, int C, int Stage>
 __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave) group_kernel(KDA_PARAMETER Problem p) {
   using S = Schedule<Tiles, Policy, K, C>;
   const S s{p, 0, p.NC};
-  const int slices = p.V / kTile, between = Stage == GroupStage::kScan ? 1 : p.groups - 1;
-  const int per_group = Stage == GroupStage::kFirst ? slices + K / kTile : slices;
+  const int slices = p.V / kTile, between = Stage == kGroupScan ? 1 : p.groups - 1;
+  const int per_group = Stage == kGroupFirst ? slices + K / kTile : slices;
   const int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>();
   const int slice = int(i % per_group), group = int(i / per_group % between);
   const int64_t row = i / per_group / between, seq = row / p.H;
   const int head = int(row % p.H);
   if (seq >= p.N || s.seq_row(seq).num_chunks <= 0) return;
   OneState<typename S::State> state;
-  if constexpr (Stage == GroupStage::kFirst) {
+  if constexpr (Stage == kGroupFirst) {
     s.walk_group_first(state, seq, head, group, slice);
-  } else if constexpr (Stage == GroupStage::kScan) {
+  } else if constexpr (Stage == kGroupScan) {
     GroupScan<Tiles, Policy, K, C>::scan(s.slots(), seq, head, slice);
   } else {
     s.walk_group_second(state, seq, head, group, slice);

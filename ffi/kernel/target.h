@@ -3,7 +3,11 @@
 #pragma once
 
 #if defined(__CUDACC__) || defined(__HIP__)
+#if defined(__CUDACC__)
 #define KDA_FN __device__ __forceinline__
+#else
+#define KDA_FN __attribute__((device, always_inline)) inline
+#endif
 #define KDA_UNROLL _Pragma("unroll")  // arrays of tiles are registers: every index must be a constant
 #else
 #define KDA_FN inline
