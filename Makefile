@@ -10,7 +10,8 @@
 #   make amd-aot        compile jitted programs for MI300X and MI350X with XLA's ROCm backend, without a GPU
 #
 # Variables: PYTHON (an interpreter >= 3.11), VENV, JAX (a pip requirement, e.g. JAX='jax==0.10.2'),
-# KDA_JAX_NATIVE (required: a failed native build is an error; auto: go on without; off: do not try),
+# KDA_JAX_NATIVE (required: a failed native build is an error; auto: go on without; off: do not try), GPU (off: the
+# CPU's kernel alone; auto: also those for CUDA and ROCm whose compiler is on the PATH, which takes minutes),
 # PYTEST_ARGS, BENCH_ARGS.
 
 SHELL := /bin/bash
@@ -24,6 +25,10 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 KDA_JAX_NATIVE ?= required
 export KDA_JAX_NATIVE
+GPU ?= off
+ifeq ($(GPU),off)
+export CMAKE_ARGS += -DKDA_CUDA=OFF -DKDA_ROCM=OFF
+endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PY := $(VENV)/bin/python

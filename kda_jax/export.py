@@ -1,9 +1,9 @@
 """What `jax.export` needs to know of this library.
 
 Importing the package makes `KDAResult` and `ChunkMetadata` serializable, so that they may be
-results and arguments of an exported function, and registers the custom call, so that a process that
-only loads an exported program can run it. An exported program that may contain the custom call needs
-one safety check off, since JAX promises stability for its own calls only::
+results and arguments of an exported function, and registers the custom call, so that a process
+that only loads an exported program can run it. A program that may contain the custom call needs one
+safety check off when it is exported, since JAX promises stability for its own calls only::
 
     checks = kda_jax.export_checks()
     jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)

@@ -4,6 +4,7 @@
 #include <memory>
 #include <new>
 
+#include "../check.h"
 #include "denormals.h"
 #include "driver.h"
 
@@ -23,24 +24,6 @@ const Driver& driver([[maybe_unused]] const Problem& p) {
   }
 #endif
   return driver_base();
-}
-
-std::string check_sizes(const Problem& p) {
-  auto number = [](int64_t n) { return std::to_string(n); };
-  if (p.K != 64 && p.K != 128) return "K is " + number(p.K) + ", the kernel has 64 and 128";
-  if (p.V < 16 || p.V > 256 || p.V % 16)
-    return "V is " + number(p.V) + ", want a multiple of 16 up to 256";
-  if (p.C != 16 && p.C != 32 && p.C != 64)
-    return "chunk_size is " + number(p.C) + ", the kernel has 16, 32 and 64";
-  if (p.groups < 1 || p.groups > 64) return "groups is " + number(p.groups) + ", want 1 to 64";
-  if (p.slab_chunks < 1) return "slab_chunks is " + number(p.slab_chunks) + ", want at least 1";
-  if (p.groups > 1 && p.slab_chunks < p.NC)
-    return "slab_chunks is " + number(p.slab_chunks) + ", with groups it must hold all " +
-           number(p.NC) + " chunks";
-  const int64_t want = workspace_bytes(p);
-  if (p.workspace_bytes < want)
-    return "workspace has " + number(p.workspace_bytes) + " bytes, want " + number(want);
-  return "";
 }
 
 // A table that was not made by ChunkMetadata must not become an access out of bounds.
@@ -80,7 +63,8 @@ const char* instruction_set() {
 }
 
 std::string prefill(const Problem& p, const Parallel& parallel) {
-  if (std::string error = check_sizes(p); !error.empty()) return error;
+  if (std::string error = check_width(p); !error.empty()) return error;
+  if (std::string error = check_sizes(p, 16, workspace_bytes(p)); !error.empty()) return error;
   if (std::string error = check_tables(p); !error.empty()) return error;
   const Driver& d = driver(p);
   struct Free {
