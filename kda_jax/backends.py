@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .chunked import ChunkedBackend
+from .devices import platform_of
 from .metadata import ChunkMetadata
 from .scan import ScanBackend
 from .types import Backend, CallSpec, KDAConfig, KDAInputs, KDAResult
@@ -253,10 +254,7 @@ def current_platform() -> str:
     """The platform that jit compiles for by default: "cpu", "cuda", "rocm" or another name."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if default is None:
-        name = jax.default_backend()
-    else:
-        name = default if isinstance(default, str) else default.platform
-    if name != "gpu":
-        return name
-    version = jax.devices(name)[0].client.platform_version
-    return "rocm" if "rocm" in version.lower() else "cuda"
+        default = jax.default_backend()
+    if not isinstance(default, str):
+        return platform_of(default)
+    return default if default != "gpu" else platform_of(jax.devices(default)[0])

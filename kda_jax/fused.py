@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from . import native
+from . import devices, native
 from .chunked import ChunkedBackend
 from .metadata import ChunkMetadata
 from .sharding import split_over_heads, varying_like
@@ -56,12 +56,15 @@ class FusedBackend:
             return status.reasons.get(
                 spec.platform, f"there is no kernel for platform {spec.platform!r}; use 'chunked'"
             )
-        if why := _wrong_dtypes(spec):
+        built = status.architectures.get(spec.platform)
+        if why := devices.uncovered_here(spec.platform, built) or _wrong_dtypes(spec):
             return why
         if spec.K not in (64, 128):
             return f"its kernel has K = 64 and 128, not {spec.K}; use 'chunked'"
         if spec.V % _TILE or not _TILE <= spec.V <= 256:
             return f"its kernel takes V in multiples of 16 up to 256, not {spec.V}; use 'chunked'"
+        if spec.chunk_size == 16 and spec.platform != "cpu":
+            return "on a GPU its kernel has chunks of 32 and 64 tokens, not 16; use 'chunked'"
         if spec.groups is not None and spec.groups > _MAX_GROUPS:
             return f"it splits a sequence into at most {_MAX_GROUPS} groups, not {spec.groups}"
         return None
@@ -123,9 +126,31 @@ def _chunked(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> K
     return _CHUNKED.run(inputs, dataclasses.replace(config, groups=None), metadata)
 
 
+def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:
+    """The platforms whose kernel runs this call; a GPU's refuses what the CPU's takes."""
+    q, k, v, g, beta = inputs[:5]
+    call = CallSpec(
+        platform="",
+        q_dtype=q.dtype.name,
+        k_dtype=k.dtype.name,
+        v_dtype=v.dtype.name,
+        g_dtype=g.dtype.name,
+        beta_dtype=beta.dtype.name,
+        H=q.shape[1],
+        K=q.shape[2],
+        V=v.shape[-1],
+        gate=config.gate,
+        chunk_size=metadata.chunk_size,
+        checkpoints=metadata.capacity.checkpoints > 0,
+        groups=config.groups,
+    )
+    specs = [dataclasses.replace(call, platform=p) for p in native.status().available_platforms]
+    return [spec.platform for spec in specs if FUSED.unsupported(spec) is None]
+
+
 def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
-        built = native.status().available_platforms if portable else native.PLATFORMS
+        built = _able(inputs, metadata, config) if portable else native.PLATFORMS
         branches = {
             p: functools.partial(_custom_call, platform=p, config=config, mixed=mixed)
             for p in built

@@ -37,7 +37,7 @@ class NativeStatus:
       available_platforms: those of "cpu", "cuda", "rocm" whose handlers are registered.
       reasons: for each other platform, why not, and what to do.
       libraries: by platform, the paths of the extension modules that load.
-      ffi_version: (major, minor) of the FFI headers that they were built with, None without any.
+      ffi_versions: by platform, (major, minor) of the FFI headers that they were built with.
       jaxlib_ffi_version: (major, minor) of the installed jaxlib.
       cpu_instruction_set: what the CPU kernel uses on this machine.
       architectures: by GPU platform, what its kernels were compiled for, e.g. "80,90".
@@ -46,7 +46,7 @@ class NativeStatus:
     available_platforms: tuple[str, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
-    ffi_version: tuple[int, int] | None = None
+    ffi_versions: dict[str, tuple[int, int]] = field(default_factory=dict)
     jaxlib_ffi_version: tuple[int, int] | None = None
     cpu_instruction_set: str | None = None
     architectures: dict[str, str] = field(default_factory=dict)
@@ -55,6 +55,11 @@ class NativeStatus:
     def library(self) -> str | None:
         """Path of the CPU's extension module, None if there is none."""
         return self.libraries.get("cpu")
+
+    @property
+    def ffi_version(self) -> tuple[int, int] | None:
+        """Of the CPU's extension module, None if there is none."""
+        return self.ffi_versions.get("cpu")
 
 
 def status() -> NativeStatus:
@@ -69,14 +74,14 @@ def _status() -> NativeStatus:
     reasons: dict[str, str] = {}
     libraries: dict[str, str] = {}
     architectures: dict[str, str] = {}
-    built: tuple[int, int] | None = None
+    versions: dict[str, tuple[int, int]] = {}
     instruction_set = None
     for platform in PLATFORMS:
         try:
             module = _import(platform)
             libraries[platform] = str(module.__file__)
-            built = module.ffi_version()
-            if problem := version_problem(built, jaxlib_version):
+            versions[platform] = module.ffi_version()
+            if problem := version_problem(versions[platform], jaxlib_version):
                 raise ImportError(problem)
             if platform == "cpu":
                 instruction_set = module.instruction_set()
@@ -93,7 +98,7 @@ def _status() -> NativeStatus:
         available_platforms=tuple(p for p in PLATFORMS if p not in reasons),
         reasons=reasons,
         libraries=libraries,
-        ffi_version=built,
+        ffi_versions=versions,
         jaxlib_ffi_version=jaxlib_version,
         cpu_instruction_set=instruction_set,
         architectures=architectures,

@@ -31,6 +31,7 @@ struct CdnaTiles {
   using Storage = uint16_t;
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr int kWave = 64;
+  static constexpr bool kStages = false;  // operands go straight from memory to registers
 
   template <class Op>
   using Vector = std::conditional_t<std::is_same_v<Op, BF16>, Bf16x4, Half4>;

@@ -47,17 +47,44 @@ struct GpuDriver {
   using P = Prologue<T, Policy, K, C, Unbounded>;
   using S = Schedule<T, Policy, K, C>;
 
+  template <class... Args>
+  static hipError_t allow(void (*kernel)(Args...), size_t shared) {
+    return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               hipFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  }
+  template <int Waves>
+  static constexpr size_t stages_bytes() {
+    return 2 * sizeof(WalkStage<T, K, C, Waves>);
+  }
+
   // More shared memory than the default limit is asked for once per device; racing threads ask twice.
   static std::string prepare() {
     static std::atomic<bool> done[kMaxDevices];
     int device = 0;
     KDA_TRY(hipGetDevice(&device));
     if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return "";
-    KDA_TRY(hipFuncSetAttribute(
-        reinterpret_cast<const void*>(&prologue_kernel<T, Policy, K, C, Unbounded>),
-        hipFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(typename P::Shared))));
+    KDA_TRY(allow(prologue_kernel<T, Policy, K, C, Unbounded>, sizeof(typename P::Shared)));
+    if constexpr (T::kStages) {
+      KDA_TRY(allow(staged_walk_kernel<T, Policy, K, C, 1>, stages_bytes<1>()));
+      KDA_TRY(allow(staged_walk_kernel<T, Policy, K, C, 4>, stages_bytes<4>()));
+    }
     if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
     return "";
+  }
+
+  static hipError_t walk(const Problem& p, hipStream_t stream, int first, int last) {
+    const int64_t slices = p.N * p.H * (p.V / kTile);
+    if constexpr (T::kStages) {
+      if (p.V / kTile % 4 == 0) {
+        return launch(staged_walk_kernel<T, Policy, K, C, 4>, slices / 4, 1, 4 * T::kWave,
+                      stages_bytes<4>(), stream, Problem(p), first, last);
+      }
+      return launch(staged_walk_kernel<T, Policy, K, C, 1>, slices, 1, T::kWave, stages_bytes<1>(),
+                    stream, Problem(p), first, last);
+    } else {
+      return launch(walk_kernel<T, Policy, K, C>, (slices + kWalkWaves - 1) / kWalkWaves, 1,
+                    kWalkWaves * T::kWave, 0, stream, Problem(p), first, last);
+    }
   }
 
   static std::string run(const Problem& p, hipStream_t stream) {
@@ -72,8 +99,7 @@ struct GpuDriver {
                      C / kTile * T::kWave, sizeof(typename P::Shared), stream, Problem(p),
                      int(first)));
       if (p.groups > 1) break;
-      KDA_TRY(launch(walk_kernel<T, Policy, K, C>, waves(p.N * p.H * (p.V / kTile)), 1, walk_threads,
-                     0, stream, Problem(p), int(first), int(last)));
+      KDA_TRY(walk(p, stream, int(first), int(last)));
     }
     if (p.groups > 1 && p.NC > 0) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;

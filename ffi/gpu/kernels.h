@@ -71,6 +71,62 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
   s.walk_slab(state, i / slices / p.H, int(i / slices % p.H), slice, slice + 1);
 }
 
+// The same with the operands of a chunk brought to shared memory while the chunk before it is worked
+// on; the waves of a block take neighbouring slices of one head and share them.
+template <class Tiles, int K, int C, int Waves>
+struct WalkStage {
+  using Storage = typename Tiles::Storage;
+  using Layout = Blob<K, C>;
+  static constexpr int kTilesOfSlice = C / kTile * kTileElements;
+  alignas(128) Storage operands[Layout::u(0, 0)];
+  alignas(128) Storage u[Waves * kTilesOfSlice];
+  alignas(128) float decay[K];
+
+  KDA_FN void fetch(const Storage* blob, const float* chunk_decay, int slice) {
+    copy(operands, blob, sizeof operands);
+    copy(u, blob + Layout::u(slice, 0), sizeof u);
+    copy(decay, chunk_decay, sizeof decay);
+    Tiles::commit_copies();
+  }
+  static KDA_FN void copy(void* to, const void* from, int bytes) {
+    for (int i = 16 * int(threadIdx.x); i < bytes; i += 16 * Waves * Tiles::kWave)
+      Tiles::copy16(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+  }
+};
+
+template <class Tiles, class Policy, int K, int C, int Waves>
+__global__ void __launch_bounds__(Waves* Tiles::kWave)
+    staged_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
+  using S = Schedule<Tiles, Policy, K, C>;
+  using Stage = WalkStage<Tiles, K, C, Waves>;
+  extern __shared__ __attribute__((aligned(128))) char memory[];
+  auto* stages = reinterpret_cast<Stage*>(memory);
+  const S s{p, slab_first, slab_last};
+  const int parts = p.V / kTile / Waves, wave = wave_index<Tiles>();
+  const int head = int(blockIdx.x / parts % p.H), first_slice = int(blockIdx.x % parts) * Waves;
+  const int64_t seq = blockIdx.x / parts / p.H;
+  const int slice = first_slice + wave;
+  const typename S::Range range = s.range_in_slab(seq);
+  if (range.first >= range.last) return;
+  typename S::State state;
+  stages[0].fetch(s.blob(range.first, head), s.decay(range.first, head), first_slice);
+  s.enter(state, seq, head, slice, range.from_start);
+  for (int64_t c = range.first; c < range.last; ++c) {
+    const int64_t next = c + 1 < range.last ? c + 1 : c;  // the last one fetches itself again
+    Stage& stage = stages[(c - range.first) & 1];
+    stages[(c + 1 - range.first) & 1].fetch(s.blob(next, head), s.decay(next, head), first_slice);
+    Tiles::template wait_copies<1>();
+    __syncthreads();
+    const ChunkRow chunk = s.chunk_row(c);
+    S::W::step(p, chunk, head, slice, state, stage.operands,
+               stage.u + wave * Stage::kTilesOfSlice, stage.decay);
+    s.save_checkpoint(state, chunk, head, slice);
+    __syncthreads();
+  }
+  Tiles::template wait_copies<0>();
+  s.leave(state, seq, head, slice);
+}
+
 constexpr int kGroupFirst = 1, kGroupScan = 2, kGroupSecond = 3;  // stages, in order
 
 template <class Tiles, class Policy, int K, int C, int Stage>

@@ -23,6 +23,7 @@ struct NvidiaTiles {
   using Storage = uint16_t;
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr int kWave = 32;
+  static constexpr bool kStages = true;  // copies to shared memory run beside the work
 
   struct Acc {
     float x[8];
@@ -309,6 +310,16 @@ struct NvidiaTiles {
   }
   static KDA_FN void store_rows(float* p, const RowVec& v) {
     if ((lane() & 3) == 0) p[row(0)] = v.x[0], p[row(2)] = v.x[1];
+  }
+
+  static KDA_FN void copy16(void* shared, const void* global) {
+    const auto to = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  }
+  static KDA_FN void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  template <int Left>
+  static KDA_FN void wait_copies() {  // until at most `Left` groups of this thread are on their way
+    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
   }
 
   // ---- the caller's arrays -----------------------------------------------------------------------

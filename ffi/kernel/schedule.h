@@ -69,33 +69,50 @@ struct Schedule {
     for (int64_t c = first; c < last; ++c) {
       const ChunkRow chunk = chunk_row(c);
       for (int slice = from; slice < to; ++slice) {
-        W::step(p, chunk, head, slice, states(slice), blob(c, head), decay(c, head));
-        if (chunk.checkpoint >= 0)
-          W::store_state(states(slice), state_of(p.checkpoint_state, chunk.checkpoint, head),
-                         W::strides(p), slice);
+        const Storage* operands = blob(c, head);
+        W::step(p, chunk, head, slice, states(slice), operands,
+                operands + Blob<K, C>::u(slice, 0), decay(c, head));
+        save_checkpoint(states(slice), chunk, head, slice);
       }
     }
   }
 
-  // The part of a sequence that lies in the slab.
-  template <class States>
-  KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
+  KDA_FN void save_checkpoint(const State& state, const ChunkRow& chunk, int head,
+                              int slice) const {
+    if (chunk.checkpoint >= 0)
+      W::store_state(state, state_of(p.checkpoint_state, chunk.checkpoint, head), W::strides(p),
+                     slice);
+  }
+
+  // The chunks of a sequence that lie in the slab.
+  struct Range {
+    int64_t first, last;
+    bool from_start;  // false: the state waits in final_state
+  };
+  KDA_FN Range range_in_slab(int64_t seq) const {
     const SeqRow row = seq_row(seq);
     const int64_t begin = row.first_chunk, end = begin + row.num_chunks;
-    const int64_t first = begin > slab_first ? begin : slab_first;
-    const int64_t last = end < slab_last ? end : slab_last;
-    if (first >= last) return;
-    float* carried = state_of(p.final_state, seq, head);
-    for (int slice = from; slice < to; ++slice) {
-      if (first == begin) {
-        start(states(slice), seq, head, slice);
-      } else {
-        W::load_state(states(slice), carried, W::strides(p), slice);
-      }
+    return {begin > slab_first ? begin : slab_first, end < slab_last ? end : slab_last,
+            begin >= slab_first};
+  }
+  KDA_FN void enter(State& state, int64_t seq, int head, int slice, bool from_start) const {
+    if (from_start) {
+      start(state, seq, head, slice);
+    } else {
+      W::load_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
     }
-    walk(states, head, from, to, first, last);
+  }
+  KDA_FN void leave(const State& state, int64_t seq, int head, int slice) const {
+    W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+  }
+  template <class States>
+  KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
+    const Range range = range_in_slab(seq);
+    if (range.first >= range.last) return;
     for (int slice = from; slice < to; ++slice)
-      W::store_state(states(slice), carried, W::strides(p), slice);
+      enter(states(slice), seq, head, slice, range.from_start);
+    walk(states, head, from, to, range.first, range.last);
+    for (int slice = from; slice < to; ++slice) leave(states(slice), seq, head, slice);
   }
 
   // Groups, pass 1 (groups 0 .. G-2). Group 0 starts from the true state and writes its outputs at

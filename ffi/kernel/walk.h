@@ -131,12 +131,12 @@ struct Walk {
     }
   }
 
-  // One chunk for rows 16 slice.. of V, outputs included.
+  // One chunk for rows 16 slice.. of V, outputs included. `u`: the slice's tiles of u.
   static KDA_FN void step(const Problem& p, const ChunkRow& chunk, int head, int slice, State& state,
-                   const Storage* blob, const float* decay) {
+                          const Storage* blob, const Storage* u, const float* decay) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
     Acc delta[NT];
-    deltas(state, blob, blob + Layout::u(slice, 0), blocks, delta);
+    deltas(state, blob, u, blocks, delta);
     outputs(p, chunk, head, slice, state, blob, blocks, delta);
     advance(state, blob, decay, blocks, delta);
   }

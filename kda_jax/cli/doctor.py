@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from typing import Any
@@ -14,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import __version__, backends, native
+from ..devices import all_devices, platform_of, uncovered
+from ..devices import architecture as device_architecture
 from ..ops import chunk_kda_prefill
 from .devices import device_problem
 
@@ -44,7 +45,7 @@ def report() -> dict[str, Any]:
         "packages": {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "plugins": _plugins(),
         "native": _native(),
-        "default_backend": None if failure else jax.default_backend(),
+        "default_backend": None if failure else backends.current_platform(),
         "devices": devices,
         "device_error": failure,
         "backends": [] if failure else [_backend(name) for name in _names()],
@@ -95,28 +96,46 @@ def plugin_problem(name: str, version: str, jaxlib: str | None = None) -> str | 
 
 def _native() -> dict[str, Any]:
     status = native.status()
-    dotted = {
-        key: None if pair is None else ".".join(map(str, pair))
-        for key, pair in (("ffi", status.ffi_version), ("jaxlib", status.jaxlib_ffi_version))
-    }
+
+    def dotted(pair: tuple[int, int] | None) -> str | None:
+        return None if pair is None else ".".join(map(str, pair))
+
     return {
-        "library": None if status.library is None else str(status.library),
-        "ffi_version": dotted["ffi"],
-        "jaxlib_ffi_version": dotted["jaxlib"],
+        "libraries": [
+            {
+                "platform": platform,
+                "path": path,
+                "ffi_version": dotted(status.ffi_versions.get(platform)),
+                "architectures": status.architectures.get(platform),
+            }
+            for platform, path in status.libraries.items()
+        ],
+        "cpu_instruction_set": status.cpu_instruction_set,
+        "jaxlib_ffi_version": dotted(status.jaxlib_ffi_version),
         "available_platforms": list(status.available_platforms),
         "reasons": dict(status.reasons),
     }
 
 
-def _devices() -> tuple[list[dict[str, str]], str | None]:
+def _devices() -> tuple[list[dict[str, Any]], str | None]:
     """The devices of all platforms, or why jax found none."""
     failure = device_problem()
     if failure:
         return [], failure
-    devices = jax.devices()
-    if jax.default_backend() != "cpu" and not os.environ.get("JAX_PLATFORMS"):
-        devices = devices + jax.devices("cpu")
-    return [{"platform": d.platform, "kind": d.device_kind, "id": str(d.id)} for d in devices], None
+    return [_device(device) for device in all_devices()], None
+
+
+def _device(device: Any) -> dict[str, Any]:
+    """`problem`: why the native library has no code for it; None where it has."""
+    name, architecture = platform_of(device), device_architecture(device)
+    built = native.status().architectures.get(name)
+    return {
+        "platform": name,
+        "kind": device.device_kind,
+        "id": str(device.id),
+        "architecture": architecture,
+        "problem": uncovered(name, architecture, built),
+    }
 
 
 def _names() -> list[str]:
@@ -126,12 +145,13 @@ def _names() -> list[str]:
 
 def _backend(name: str) -> dict[str, Any]:
     """Whether a backend takes a small call here, and whether its numbers are right."""
-    support = backends.supports(name, dtype="float32", K=_DIM, V=_DIM, H=1)
+    dtype = _trial_dtype()
+    support = backends.supports(name, dtype=dtype, K=_DIM, V=_DIM, H=1)
     works, reason = bool(support), support.reason
     if works:
         try:
             error = _trial(name)
-            works = error < 1e-4
+            works = error < (1e-4 if dtype == "float32" else 1e-2)
             reason = reason if works else f"wrong numbers: error {error:.1e} against scan"
         except Exception as failure:
             # A report must not die of what it reports.
@@ -141,10 +161,15 @@ def _backend(name: str) -> dict[str, Any]:
         "works": works,
         "runs": support.backend,
         "checkpoint_alignment": backends.checkpoint_alignment(
-            name, dtype="float32", K=_DIM, V=_DIM, H=1
+            name, dtype=dtype, K=_DIM, V=_DIM, H=1
         ),
         "reason": reason,
     }
+
+
+def _trial_dtype() -> str:
+    # The kernels of the GPUs have no float32.
+    return "float32" if backends.current_platform() == "cpu" else "bfloat16"
 
 
 def _trial(name: str) -> float:
@@ -152,11 +177,13 @@ def _trial(name: str) -> float:
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+        return jnp.asarray(random.standard_normal(shape), _trial_dtype())
 
     tokens = 70
     q, k, v, raw_g = (normal(1, tokens, 1, _DIM) for _ in range(4))
     inputs = (q, k, v, raw_g, normal(1, tokens, 1), normal(1), normal(1, _DIM) - 4)
-    out = np.asarray(chunk_kda_prefill(*inputs, backend=name).out)
-    reference = np.asarray(chunk_kda_prefill(*inputs, backend="scan").out)
+    out, reference = (
+        np.asarray(chunk_kda_prefill(*inputs, backend=each).out, np.float64)
+        for each in (name, "scan")
+    )
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))

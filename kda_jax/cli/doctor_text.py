@@ -30,7 +30,10 @@ def show(found: dict[str, Any]) -> None:
         about.add_row("devices", f"PROBLEM: {found['device_error']}")
     for device in found["devices"]:
         default = "  (default)" if device["platform"] == found["default_backend"] else ""
-        about.add_row("device", f"{device['platform']}:{device['id']} {device['kind']}{default}")
+        which = " ".join(filter(None, (device["kind"], device["architecture"])))
+        about.add_row("device", f"{device['platform']}:{device['id']} {which}{default}")
+        if device["problem"]:
+            about.add_row("", f"PROBLEM: {device['problem']}")
     out.print(about)
     if not found["backends"]:  # no device to try them on
         return
@@ -54,11 +57,13 @@ def show(found: dict[str, Any]) -> None:
 
 def _native_rows(about: Table, native: dict[str, Any]) -> None:
     about.add_row("FFI of jaxlib", native["jaxlib_ffi_version"] or "unknown")
-    library = native["library"] or "not built"
-    version = native["ffi_version"]
-    about.add_row("native library", library + (f" (FFI {version})" if version else ""))
-    for platform in native["available_platforms"]:
-        about.add_row(f"native {platform}", "available")
+    for library in native["libraries"]:
+        built = library["architectures"] or native["cpu_instruction_set"] or "unknown"
+        state = "" if library["platform"] in native["available_platforms"] else "not used, "
+        about.add_row(
+            f"native {library['platform']}",
+            f"{state}FFI {library['ffi_version'] or 'unknown'}, for {built}: {library['path']}",
+        )
     for platform, reason in native["reasons"].items():
         if platform not in native["available_platforms"]:
             about.add_row(f"native {platform}", reason)

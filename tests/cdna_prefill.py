@@ -1,0 +1,223 @@
+"""A whole prefill call of the AMD build in the interpreter (cdna_sim), launch by launch.
+
+`prefill` does for one `Case` what ffi/gpu/driver.hip does on a GPU: the same kernels out of the same
+code object, with the same grids, in the same order. Results and workspace start as NaN, as they do
+under XLA at their worst.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cdna_sim
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cdna_sim.code_object import load
+from cdna_sim.memory import POISON
+
+from kda_jax import KDAResult
+from kda_jax.fused import FusedBackend
+from kda_jax.testing import Case
+from kda_jax.types import KDAConfig, KDAInputs
+from kda_jax.workspace import workspace
+
+ROOT = Path(__file__).parents[1]
+HIPCC = ROOT / "tools" / "amd" / "hipcc.sh"
+FLAGS = ("-O3", "-DNDEBUG", "-std=c++17")  # as in ffi/rocm.cmake
+ARCHITECTURES = ("gfx942", "gfx950")
+TILE, WAVE, WALK_WAVES, FILL_THREADS, FILL_BLOCKS = 16, 64, 4, 256, 64
+_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_GATES = {"bounded": 0, "softplus": 1, "activated": 2}
+
+
+class Tensor(ctypes.Structure):
+    """ffi/kernel/problem.h."""
+
+    _fields_ = (("data", ctypes.c_uint64), ("type", ctypes.c_int32))
+
+
+_POINTERS = (
+    *("A_log", "dt_bias", "initial_state", "has_initial_state", "seqs", "chunks", "checkpoints"),
+    *("out", "final_state", "checkpoint_state", "workspace"),
+)
+
+
+class Problem(ctypes.Structure):
+    """ffi/kernel/problem.h; pointers are addresses of the interpreter."""
+
+    _fields_ = (
+        *((name, Tensor) for name in ("q", "k", "v", "g", "beta")),
+        *((name, ctypes.c_uint64) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("workspace_bytes", "T", "N", "NC", "M")),
+        *((name, ctypes.c_int32) for name in ("H", "K", "V", "C")),
+        *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
+        ("gate", ctypes.c_int32),
+        *((name, ctypes.c_bool) for name in ("l2norm", "state_kv", "mixed")),
+        *((name, ctypes.c_int32) for name in ("groups", "slab_chunks")),
+    )
+
+
+def why_not() -> str | None:
+    """Why this machine cannot compile and run the kernels, None if it can."""
+    route = subprocess.run([str(HIPCC), "--route"], capture_output=True, text=True, check=False)
+    if route.stdout.strip() != "headers":
+        return "no HIP headers: run tools/amd/install.sh"
+    if shutil.which("clang++-22") is None and shutil.which("hipcc") is None:
+        return "no HIP compiler: run tools/amd/install.sh"
+    return None
+
+
+@functools.cache
+def code_object(arch: str, io: str, K: int) -> bytes:
+    """driver.hip for one target, type of q, k, v ("BF16", "F16") and K."""
+    with tempfile.TemporaryDirectory() as folder:
+        what = [f"-DKDA_IO={io}", f"-DKDA_K={K}", str(ROOT / "ffi" / "gpu" / "driver.hip")]
+        command = [str(HIPCC), "--arch", arch, "--objects", folder, *FLAGS, *what]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+        return (Path(folder) / f"driver.{arch}.co").read_bytes()
+
+
+def shared_bytes(K: int, C: int) -> int:
+    """sizeof(Prologue::Shared); tools/amd/resources.json holds the same numbers, proven there."""
+    channels, rows = K // TILE, C // TILE
+    tiles = 2 * rows * channels + rows * (rows - 1) // 2 + 1 + rows
+    return 4 * rows * K + -(-4 * C // 64) * 64 + 512 * tiles
+
+
+@dataclasses.dataclass
+class Run:
+    """What one call gave: results as the operator returns them, and statistics by stage."""
+
+    result: KDAResult
+    stats: dict[str, cdna_sim.Stats]
+
+
+class _Launcher:
+    """One code object, one problem, and the memory they share."""
+
+    def __init__(self, code: bytes, problem: Problem, memory: Any, order: int) -> None:
+        self.code, self.problem, self.memory, self.order = code, problem, memory, order
+        self.names = [name[:-3] for name in load(code).symbols if name.endswith(".kd")]
+        self.stats: dict[str, cdna_sim.Stats] = {}
+
+    def __call__(
+        self,
+        stage: str,
+        kernel: str,
+        template: str,
+        grid: tuple[int, int],
+        threads: int,
+        *more: int,
+        dynamic_lds: int = 0,
+    ) -> None:
+        (name,) = (n for n in self.names if kernel in n and template in n)
+        self.stats[stage] = cdna_sim.run(
+            self.code,
+            name,
+            grid,
+            threads,
+            [bytes(self.problem), *map(np.int32, more)],
+            dynamic_lds=dynamic_lds,
+            memory=self.memory,
+            wave_order=self.order,
+        )
+
+
+def _launch(p: Problem, run: _Launcher) -> None:
+    """GpuDriver::run of driver.hip."""
+    sizes = f"Li{p.K}ELi{p.C}E"
+    walk, slices, unbounded = WALK_WAVES * WAVE, p.V // TILE, p.gate != 0
+
+    def waves(n: int) -> tuple[int, int]:
+        return -(-n // WALK_WAVES), 1
+
+    run("fill", "fill_kernel", "", (FILL_BLOCKS, p.N + p.M + 1), FILL_THREADS)
+    slab = p.NC if p.groups > 1 else p.slab_chunks
+    for first in range(0, p.NC, slab):
+        last = min(first + slab, p.NC)
+        grid, lds = ((last - first) * p.H, 1), shared_bytes(p.K, p.C)
+        which = sizes + f"Lb{unbounded:d}E"
+        threads = p.C // TILE * WAVE
+        run("prologue", "prologue_kernel", which, grid, threads, first, dynamic_lds=lds)
+        if p.groups == 1:
+            run("walk", "walk_kernel", sizes, waves(p.N * p.H * slices), walk, first, last)
+    if p.groups > 1 and p.NC > 0:
+        heads, between = p.N * p.H, p.groups - 1
+        first = waves(heads * between * (slices + p.K // TILE))
+        run("groups, first walk", "group_kernel", sizes + "Li1E", first, walk)
+        run("groups, scan", "group_kernel", sizes + "Li2E", waves(heads * slices), walk)
+        run("groups, second walk", "group_kernel", sizes + "Li3E", waves(heads * between * slices), walk)
+
+
+def packed(case: Case, groups: int = 1) -> tuple[KDAInputs, KDAConfig]:
+    """The arrays and options that reach the custom call."""
+    arrays = [x[0] for x in case.args[:5]]
+    states = (case.initial_state, case.has_initial_state)
+    gate = "softplus" if case.lower_bound is None else "bounded"
+    scale = case.q.shape[-1] ** -0.5
+    config = KDAConfig(scale, gate, case.lower_bound or 0.0, True, "vk", groups)
+    return KDAInputs(*arrays, case.A_log, case.dt_bias, *states), config
+
+
+def prefill(arch: str, case: Case, *, groups: int = 1, order: int = 1, slab: int = 0) -> Run:
+    """One call of the operator on ``arch``; ``slab`` chunks at a time, 0: as many as the library."""
+    inputs, config = packed(case, groups)
+    m, (T, H, K), V = case.metadata, inputs.q.shape, inputs.v.shape[-1]
+    N, M, NC = m.capacity.sequences, m.capacity.checkpoints, m.capacity.chunks
+    chunks, num_bytes = workspace("rocm", H, K, V, m, groups)
+    if slab:
+        chunks, num_bytes = slab, num_bytes // chunks * slab
+    poison = functools.partial(np.full, fill_value=POISON, dtype=np.uint32)
+    result = KDAResult(
+        np.full((T, H, V), np.nan, inputs.v.dtype),
+        poison((N, H, V, K)).view(np.float32),
+        poison((M, H, V, K)).view(np.float32),
+    )
+    memory = cdna_sim.GlobalMemory()
+
+    def address(array: Any, name: str, writable: bool = False) -> int:
+        if array is None or array.size == 0:
+            return 0
+        array = np.ascontiguousarray(array) if not writable else array
+        return memory.add(array, name, writable=writable).base
+
+    problem = Problem(
+        workspace=address(poison(-(-num_bytes // 4)).view(np.uint8)[:num_bytes], "workspace", True),
+        workspace_bytes=num_bytes,
+        **{"T": T, "N": N, "NC": NC, "M": M, "H": H, "K": K, "V": V, "C": m.chunk_size},
+        **{"scale": config.scale, "lower_bound": config.lower_bound, "l2norm": config.l2norm},
+        **{"gate": _GATES[config.gate], "groups": groups, "slab_chunks": chunks},
+    )
+    for name in ("q", "k", "v", "g", "beta"):
+        array = getattr(inputs, name)
+        setattr(problem, name, Tensor(address(array, name), _DTYPES[array.dtype.name]))
+    for name in ("A_log", "dt_bias", "initial_state", "has_initial_state"):
+        setattr(problem, name, address(getattr(inputs, name), name))
+    for name in ("seqs", "chunks", "checkpoints"):
+        setattr(problem, name, address(getattr(m, name), name))
+    for name, array in result._asdict().items():
+        setattr(problem, name, address(array, name, True))
+    io = {"bfloat16": "BF16", "float16": "F16"}[inputs.q.dtype.name]
+    launcher = _Launcher(code_object(arch, io, K), problem, memory, order)
+    _launch(problem, launcher)
+    return Run(result._replace(out=result.out[None]), launcher.stats)
+
+
+def host_prefill(case: Case, groups: int = 1) -> KDAResult:
+    """The same call through the host tile layer, with the same operand types."""
+    inputs, config = packed(case, groups)
+    call = jax.jit(lambda x, m: FusedBackend(mixed=True).run(x, config, m))
+    result = call(jax.tree.map(jnp.asarray, inputs), case.metadata)
+    return KDAResult(result.out[None], *map(np.asarray, result[1:]))
+
+
