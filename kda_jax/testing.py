@@ -4,16 +4,16 @@
     assert_matches_scan(my_prefill)                                     # the default cases
     assert_matches_scan(my_prefill, make_case("slow", seq_lens=[300, 1, 65], dtype="bfloat16"))
 
-Needs chex: ``pip install 'kda-jax[test]'``.
+`assert_matches_scan` needs chex: ``pip install 'kda-jax[test]'``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +163,7 @@ def make_case(
     )
 
 
-def default_cases() -> list[Case]:
+def default_cases(dtype: str = "float32") -> list[Case]:
     """All kinds and both gates, over ragged packs, checkpoints, fresh rows and padding."""
     bounds: tuple[float | None, ...] = (-5.0, None)
     cases = []
@@ -173,6 +173,7 @@ def default_cases() -> list[Case]:
                 make_case(
                     kind,
                     seq_lens=[65, 0, 1, 130, 16],
+                    dtype=dtype,
                     seed=seed,
                     lower_bound=bound,
                     initial_state=[True, True, False, False, True],
@@ -190,9 +191,17 @@ def relative_error(x: Any, ref: Any) -> float:
     return float(np.linalg.norm(got - want)) / (norm or 1.0)
 
 
+def reference_device() -> contextlib.AbstractContextManager[Any]:
+    """A context for references: on the CPU, where JAX has it and uses another device."""
+    if jax.default_backend() != "cpu":
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave it out
+            return jax.default_device(jax.local_devices(backend="cpu")[0])
+    return contextlib.nullcontext()
+
+
 def scan_in_float64(case: Case, **kwargs: Any) -> KDAResult:
-    """The result of the "scan" backend in float64, as NumPy arrays."""
-    with jax.enable_x64(True):
+    """The result of the "scan" backend in float64, computed on the CPU, as NumPy arrays."""
+    with jax.enable_x64(True), reference_device():
         options = case.kwargs | kwargs | {"backend": "scan"}
         wide = [np.asarray(x).astype(np.float64) for x in case.args]
         return KDAResult(*jax.device_get(chunk_kda_prefill(*wide, **options)))
@@ -219,6 +228,8 @@ def assert_matches_scan(
     Raises:
       AssertionError: names the case, the result, the error and the bound.
     """
+    import chex  # what else is here works without it
+
     if case_or_cases is None:
         case_or_cases = default_cases()
     cases = [case_or_cases] if isinstance(case_or_cases, Case) else list(case_or_cases)

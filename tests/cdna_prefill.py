@@ -1,8 +1,7 @@
 """A whole prefill call of the AMD build in the interpreter (cdna_sim), launch by launch.
 
-`prefill` does for one `Case` what ffi/gpu/driver.hip does on a GPU: the same kernels out of the same
-code object, with the same grids, in the same order. Results and workspace start as NaN, as they do
-under XLA at their worst.
+`prefill` does for one `Case` what ffi/gpu/driver.hip does on a GPU: the same kernels out of the
+same code object, with the same grids, in the same order. Results and workspace start as NaN.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ HIPCC = ROOT / "tools" / "amd" / "hipcc.sh"
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++17")  # as in ffi/rocm.cmake
 ARCHITECTURES = ("gfx942", "gfx950")
 TILE, WAVE, WALK_WAVES, FILL_THREADS, FILL_BLOCKS = 16, 64, 4, 256, 64
+GROUP_STAGES = ("groups, first walk", "groups, scan", "groups, second walk")
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
 
@@ -96,10 +96,10 @@ def shared_bytes(K: int, C: int) -> int:
 
 @dataclasses.dataclass
 class Run:
-    """What one call gave: results as the operator returns them, and statistics by stage."""
+    """What one call gave: the operator's results, and statistics by stage and launch."""
 
     result: KDAResult
-    stats: dict[str, cdna_sim.Stats]
+    stats: dict[str, list[cdna_sim.Stats]]
 
 
 class _Launcher:
@@ -108,7 +108,7 @@ class _Launcher:
     def __init__(self, code: bytes, problem: Problem, memory: Any, order: int) -> None:
         self.code, self.problem, self.memory, self.order = code, problem, memory, order
         self.names = [name[:-3] for name in load(code).symbols if name.endswith(".kd")]
-        self.stats: dict[str, cdna_sim.Stats] = {}
+        self.stats: dict[str, list[cdna_sim.Stats]] = {}
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class _Launcher:
         dynamic_lds: int = 0,
     ) -> None:
         (name,) = (n for n in self.names if kernel in n and template in n)
-        self.stats[stage] = cdna_sim.run(
+        stats = cdna_sim.run(
             self.code,
             name,
             grid,
@@ -131,6 +131,7 @@ class _Launcher:
             memory=self.memory,
             wave_order=self.order,
         )
+        self.stats.setdefault(stage, []).append(stats)
 
 
 def _launch(p: Problem, run: _Launcher) -> None:
@@ -153,35 +154,40 @@ def _launch(p: Problem, run: _Launcher) -> None:
             run("walk", "walk_kernel", sizes, waves(p.N * p.H * slices), walk, first, last)
     if p.groups > 1 and p.NC > 0:
         heads, between = p.N * p.H, p.groups - 1
-        first = waves(heads * between * (slices + p.K // TILE))
-        run("groups, first walk", "group_kernel", sizes + "Li1E", first, walk)
-        run("groups, scan", "group_kernel", sizes + "Li2E", waves(heads * slices), walk)
-        run("groups, second walk", "group_kernel", sizes + "Li3E", waves(heads * between * slices), walk)
+        of = (heads * between * (slices + p.K // TILE), heads * slices, heads * between * slices)
+        for number, (stage, n) in enumerate(zip(GROUP_STAGES, of, strict=True), 1):
+            run(stage, "group_kernel", f"{sizes}Li{number}E", waves(n), walk)
 
 
-def packed(case: Case, groups: int = 1) -> tuple[KDAInputs, KDAConfig]:
-    """The arrays and options that reach the custom call."""
+def packed(case: Case, groups: int, layout: str) -> tuple[KDAInputs, KDAConfig]:
+    """The arrays and options that reach the custom call; the case's states are [V, K]."""
     arrays = [x[0] for x in case.args[:5]]
-    states = (case.initial_state, case.has_initial_state)
+    state = case.initial_state
+    if state is not None and layout == "kv":
+        state = np.ascontiguousarray(state.swapaxes(-1, -2))
     gate = "softplus" if case.lower_bound is None else "bounded"
     scale = case.q.shape[-1] ** -0.5
-    config = KDAConfig(scale, gate, case.lower_bound or 0.0, True, "vk", groups)
-    return KDAInputs(*arrays, case.A_log, case.dt_bias, *states), config
+    config = KDAConfig(scale, gate, case.lower_bound or 0.0, True, layout, groups)
+    rest = (case.A_log, case.dt_bias, state, case.has_initial_state)
+    return KDAInputs(*arrays, *rest), config
 
 
-def prefill(arch: str, case: Case, *, groups: int = 1, order: int = 1, slab: int = 0) -> Run:
-    """One call of the operator on ``arch``; ``slab`` chunks at a time, 0: as many as the library."""
-    inputs, config = packed(case, groups)
+def prefill(
+    arch: str, case: Case, *, groups: int = 1, layout: str = "vk", slab: int = 0, order: int = 1
+) -> Run:
+    """One call of the operator on ``arch``; ``slab`` chunks at a time, 0: as the library does."""
+    inputs, config = packed(case, groups, layout)
     m, (T, H, K), V = case.metadata, inputs.q.shape, inputs.v.shape[-1]
     N, M, NC = m.capacity.sequences, m.capacity.checkpoints, m.capacity.chunks
     chunks, num_bytes = workspace("rocm", H, K, V, m, groups)
     if slab:
         chunks, num_bytes = slab, num_bytes // chunks * slab
+    state = (V, K) if layout == "vk" else (K, V)
     poison = functools.partial(np.full, fill_value=POISON, dtype=np.uint32)
     result = KDAResult(
         np.full((T, H, V), np.nan, inputs.v.dtype),
-        poison((N, H, V, K)).view(np.float32),
-        poison((M, H, V, K)).view(np.float32),
+        poison((N, H, *state)).view(np.float32),
+        poison((M, H, *state)).view(np.float32),
     )
     memory = cdna_sim.GlobalMemory()
 
@@ -195,7 +201,8 @@ def prefill(arch: str, case: Case, *, groups: int = 1, order: int = 1, slab: int
         workspace=address(poison(-(-num_bytes // 4)).view(np.uint8)[:num_bytes], "workspace", True),
         workspace_bytes=num_bytes,
         **{"T": T, "N": N, "NC": NC, "M": M, "H": H, "K": K, "V": V, "C": m.chunk_size},
-        **{"scale": config.scale, "lower_bound": config.lower_bound, "l2norm": config.l2norm},
+        **{"scale": config.scale, "lower_bound": config.lower_bound, "l2norm": True},
+        **{"mixed": True, "state_kv": layout == "kv"},
         **{"gate": _GATES[config.gate], "groups": groups, "slab_chunks": chunks},
     )
     for name in ("q", "k", "v", "g", "beta"):
@@ -213,9 +220,9 @@ def prefill(arch: str, case: Case, *, groups: int = 1, order: int = 1, slab: int
     return Run(result._replace(out=result.out[None]), launcher.stats)
 
 
-def host_prefill(case: Case, groups: int = 1) -> KDAResult:
+def host_prefill(case: Case, groups: int = 1, layout: str = "vk") -> KDAResult:
     """The same call through the host tile layer, with the same operand types."""
-    inputs, config = packed(case, groups)
+    inputs, config = packed(case, groups, layout)
     call = jax.jit(lambda x, m: FusedBackend(mixed=True).run(x, config, m))
     result = call(jax.tree.map(jnp.asarray, inputs), case.metadata)
     return KDAResult(result.out[None], *map(np.asarray, result[1:]))

@@ -25,7 +25,12 @@ H, K, V = 2, 64, 32
 PLATFORMS = ["cpu", "cuda", "rocm"]
 
 
-def example(seed: int = 0, lengths: Any = (40, 0, 1, 70), dtype: str = "float32") -> Case:
+def example(
+    seed: int = 0,
+    lengths: Any = (40, 0, 1, 70),
+    dtype: str = "float32",
+    chunk_size: int = 16,
+) -> Case:
     return make_case(
         "random",
         seq_lens=lengths,
@@ -34,7 +39,7 @@ def example(seed: int = 0, lengths: Any = (40, 0, 1, 70), dtype: str = "float32"
         V=V,
         seed=seed,
         dtype=dtype,
-        chunk_size=16,
+        chunk_size=chunk_size,
         initial_state=[True, True, False, True],
         checkpoint_offsets=[[7], [], [], [64]],
         capacity="bucket",
@@ -133,7 +138,7 @@ def test_static_metadata_in_an_exported_program() -> None:
 @needs_fused
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_fused_lowers_to_one_call(platform: str) -> None:
-    case = example(dtype="bfloat16")
+    case = example(dtype="bfloat16", chunk_size=64)
     traced = jax.jit(step("fused")).trace(*arguments(case))
     (line,) = custom_calls(traced.lower(lowering_platforms=(platform,)).as_text())
     operands, results = (
@@ -157,7 +162,7 @@ def test_fused_lowers_to_one_call(platform: str) -> None:
     ]
     assert results[:3] == [f"{row}{V}xbf16", f"{N}{state}", f"{M}{state}"]
     assert re.fullmatch(r"\d+xui8", results[3])
-    for attribute in ("gate = 0 : i32", "chunk_size = 16 : i32", "lower_bound = -5.0", "l2norm"):
+    for attribute in ("gate = 0 : i32", "chunk_size = 64 : i32", "lower_bound = -5.0", "l2norm"):
         assert attribute in line
 
 

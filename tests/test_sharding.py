@@ -165,7 +165,9 @@ def assert_close(got: Any, want: Any, rtol: float = 1e-5) -> None:
 
 
 def calls_of(backend: str) -> int:
-    return 0 if backend in ("chunked", "scan") else 1
+    from kda_jax import supports
+
+    return int(supports(backend).backend == "fused")
 
 
 def assert_on_heads(result: Any) -> None:
@@ -188,7 +190,7 @@ def jit_on_heads_of_an_explicit_mesh(backend: str) -> None:
     fn = functools.partial(call, backend)
     if backend == "chunked":
         return trace(fn, setting.placed())
-    result = run(fn, setting.placed())
+    result = run(fn, setting.placed(), calls_of(backend))
     assert_close(result, setting.single)
     assert_on_heads(result)
     return None
@@ -200,7 +202,7 @@ def shard_map_on_heads(backend: str) -> None:
     fn = shard_map(setting, backend)
     if backend in ("chunked", "scan"):
         return trace(fn, setting.placed())
-    result = run(fn, setting.placed())
+    result = run(fn, setting.placed(), calls_of(backend))
     assert_close(result, setting.single)
     assert_on_heads(result)
     return None

@@ -3,9 +3,9 @@
 #
 #   tools/amd/hipcc.sh --route                         "headers" or "shim", see install.sh
 #   tools/amd/hipcc.sh [--arch LIST] ARGS...           clang's arguments; HIP is the source language
-#   tools/amd/hipcc.sh [--arch LIST] --objects DIR FLAGS... SOURCE...
+#   tools/amd/hipcc.sh [--arch LIST] --objects DIR [--suffix TEXT] FLAGS... SOURCE...
 #       for each source and target the plain ELF code object DIR/STEM.ARCH.co and the compiler's resource report
-#       DIR/STEM.ARCH.txt (resources.py reads it); JOBS compilers at once
+#       DIR/STEM.ARCH.txt (resources.py reads it); STEM is the source's name and TEXT; JOBS compilers at once
 #
 # LIST is comma-separated; gfx90a,gfx942,gfx950 without --arch. HIPCC, or a hipcc on the PATH, is used instead of
 # clang-22 where there is one. KDA_AMD_ROUTE=shim compiles against tools/amd/shim/ in any case.
@@ -29,12 +29,13 @@ if [ $route = shim ]; then
 fi
 compiler+=(-Wno-unused-command-line-argument)
 
-archs=gfx90a,gfx942,gfx950 objects=
+archs=gfx90a,gfx942,gfx950 objects= suffix=
 while [ $# -gt 0 ]; do
   case $1 in
     --route) echo $route; exit ;;
     --arch) archs=$2; shift 2 ;;
     --objects) objects=$2; shift 2 ;;
+    --suffix) suffix=$2; shift 2 ;;
     *) break ;;
   esac
 done
@@ -63,7 +64,7 @@ mkdir -p "$objects"
 
 compile() {  # compile SOURCE ARCH
   local out report
-  out=$objects/$(basename "${1%.*}").$2
+  out=$objects/$(basename "${1%.*}")$suffix.$2
   report=$out.txt
   if ! "${compiler[@]}" -x hip --offload-arch="$2" --cuda-device-only --no-gpu-bundle-output \
     -Rpass-analysis=kernel-resource-usage "${flags[@]}" -o "$out.co" "$1" 2>"$report.new"; then

@@ -88,9 +88,9 @@ def read(folder: Path) -> Usage:
         target = path.name.split(".")[-2]
         kernels = parse(path.read_text())
         for name, values in zip(demangle(list(kernels)), kernels.values(), strict=True):
-            if target in usage.setdefault(name, {}):
-                raise SystemExit(f"{path}: {name} is in another source, too")
-            usage[name][target] = values
+            # A template may be in several sources, but there is one kernel of that name in a library.
+            if usage.setdefault(name, {}).setdefault(target, values) != values:
+                raise SystemExit(f"{path}: {name} is in another source, too, and differs")
     return usage
 
 

@@ -1,0 +1,147 @@
+"""The machine code of the AMD build, executed by the interpreter of tests/cdna_sim.
+
+Compared with the float64 scan, and with the host tile layer in the same arithmetic: same inputs,
+same operand types, other code for every tile operation. `KDA_AMD=required` turns a skip for want of
+the tool chain into a failure (`make amd-test`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tinygrad", reason="tinygrad decodes AMD machine code (extra: amd)")
+
+import cdna_prefill
+import cdna_sim
+from cases import assert_same_bits
+
+from kda_jax import KDAResult, supports
+from kda_jax.testing import Case, make_case, relative_error, scan_in_float64
+
+# Relative errors: against float64 what bfloat16 costs, against the host what the last bits of exp2
+# and the order of sums cost (an output may round the other way in bfloat16).
+SCAN, HOST_OUT, HOST_STATE = 1e-2, 1e-3, 2e-4
+DIMS: dict[str, Any] = {"H": 1, "K": 64, "V": 32, "dtype": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A case and how it is launched."""
+
+    case: Case
+    groups: int = 1
+    layout: str = "vk"
+    slab: int = 0
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"groups": self.groups, "layout": self.layout, "slab": self.slab}
+
+
+def cell(kind: Any, seq_lens: list[int], how: dict[str, Any] | None = None, **options: Any) -> Cell:
+    return Cell(make_case(kind, seq_lens=seq_lens, **DIMS | options), **how or {})
+
+
+PACK: dict[str, Any] = {
+    "initial_state": [True, False, True, True, False],
+    "checkpoint_offsets": [[], [16], [], [], [17]],
+    "capacity": "bucket",  # padding holds NaN
+}
+CELLS = {
+    "one sequence, a checkpoint": cell("random", [130], checkpoint_offsets=[[70]]),
+    "pack": cell("random", [1, 64, 65, 0, 17], **PACK),
+    "softplus": cell("random", [130], lower_bound=None),
+    "softplus, g to -150": cell("saturated", [80], lower_bound=None),
+    "g = -5": cell("saturated", [130]),
+    "near-equal keys": cell("slow", [130]),
+    "2 groups": cell("random", [160, 65], how={"groups": 2}),
+    "4 groups": cell("random", [256], V=16, how={"groups": 4}),
+    "K = 128": cell("random", [65], K=128, checkpoint_offsets=[[64]]),
+    "K = 128, softplus, 3 groups": cell(
+        "k3", [180], K=128, V=16, lower_bound=None, how={"groups": 3}
+    ),
+    "float16, chunks of 32, slabs, [K, V] states": cell(
+        *("random", [70, 1]),
+        **{"H": 3, "V": 48, "dtype": "float16", "chunk_size": 32, "capacity": "bucket"},
+        how={"slab": 2, "layout": "kv"},
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tool_chain() -> None:
+    reason = cdna_prefill.why_not()
+    if reason and os.environ.get("KDA_AMD") == "required":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+def as_vk(result: KDAResult, layout: str) -> KDAResult:
+    if layout == "vk":
+        return result
+    return KDAResult(result[0], *(np.swapaxes(x, -1, -2) for x in result[1:]))
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("arch", cdna_prefill.ARCHITECTURES)
+def test_kernels(arch: str, name: str) -> None:
+    chosen = CELLS[name]
+    got = as_vk(cdna_prefill.prefill(arch, chosen.case, **chosen.how).result, chosen.layout)
+    want = scan_in_float64(chosen.case)
+    for what, x, ref in zip(KDAResult._fields, got, want, strict=True):
+        error = relative_error(x, ref)  # NaN, of which every result is full at first, is not <=
+        assert error <= SCAN, f"{what}: {error:.2e} from float64"
+    support = supports("fused", K=chosen.case.q.shape[-1], V=chosen.case.v.shape[-1])
+    if not support:
+        pytest.skip(f"compared with float64 only: {support.reason}")
+    host = as_vk(
+        cdna_prefill.host_prefill(chosen.case, chosen.groups, chosen.layout), chosen.layout
+    )
+    for what, x, ref in zip(KDAResult._fields, got, host, strict=True):
+        error = relative_error(x, ref)
+        bound = HOST_OUT if what == "out" else HOST_STATE
+        assert error <= bound, f"{what}: {error:.2e} from the host"
+
+
+@pytest.mark.parametrize("name", ["one sequence, a checkpoint", "4 groups"])
+@pytest.mark.parametrize("arch", cdna_prefill.ARCHITECTURES)
+def test_order_of_waves_does_not_matter(arch: str, name: str) -> None:
+    chosen = CELLS[name]
+    forward, backward = (
+        cdna_prefill.prefill(arch, chosen.case, **chosen.how, order=order).result
+        for order in (1, -1)
+    )
+    for what, x, ref in zip(KDAResult._fields, backward, forward, strict=True):
+        assert_same_bits(x, ref, what)
+
+
+def test_every_stage_multiplies_on_the_matrix_unit() -> None:
+    chosen = CELLS["4 groups"]
+    stats = cdna_prefill.prefill("gfx942", chosen.case, **chosen.how).stats
+    assert list(stats) == ["fill", "prologue", *cdna_prefill.GROUP_STAGES]
+    assert all(launch.classes["mfma"] for name in stats if name != "fill" for launch in stats[name])
+
+
+def test_a_workspace_that_is_too_small_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace is exactly as large as kda_jax/workspace.py says, and all of it is needed."""
+    real = cdna_prefill.workspace
+
+    def smaller(*args: Any) -> Any:
+        return real(*args)._replace(num_bytes=real(*args).num_bytes - 4)
+
+    monkeypatch.setattr(cdna_prefill, "workspace", smaller)
+    with pytest.raises(cdna_sim.MemoryFault, match="workspace"):
+        cdna_prefill.prefill("gfx950", CELLS["near-equal keys"].case)
+
+
+def test_dynamic_lds_is_all_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cdna_prefill.shared_bytes
+    monkeypatch.setattr(cdna_prefill, "shared_bytes", lambda K, C: real(K, C) - 8)
+    with pytest.raises(cdna_sim.MemoryFault, match="LDS"):
+        cdna_prefill.prefill("gfx950", CELLS["near-equal keys"].case)
