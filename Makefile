@@ -7,6 +7,8 @@
 #   make cpp-test       C++ unit tests of the native code    (make sanitize: under ASan and UBSan)
 #   make bench          benchmark this machine's CPU, write benchmarks/results/
 #   make amd-tools      Debian, as root: a HIP compiler for AMD GPUs, without ROCm and without a GPU
+#   make amd-compile    all AMD kernels, with a gate on registers, LDS, occupancy and matrix instructions
+#   make amd-test       executes the compiled AMD kernels in the interpreter of tests/cdna_sim
 #   make amd-aot        compile jitted programs for MI300X and MI350X with XLA's ROCm backend, without a GPU
 #
 # Variables: PYTHON (an interpreter >= 3.11), VENV, JAX (a pip requirement, e.g. JAX='jax==0.10.2'),
@@ -38,7 +40,7 @@ FFI_SOURCES := $(shell find ffi -type f 2>/dev/null)
 CPP_TESTS = $(VENV)/bin/cmake -S ffi -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo -DKDA_TESTS=ON -DKDA_PYTHON=OFF
 
-.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-aot venv clean
+.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-compile amd-test amd-aot venv clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -110,6 +112,12 @@ sanitize: $(VENV)/tools.stamp
 
 amd-tools:
 	tools/amd/install.sh
+
+amd-compile: amd-tools
+	tools/amd/compile.sh
+
+amd-test: amd-tools $(VENV)/package.stamp
+	KDA_AMD=required $(PY) -m pytest tests/test_cdna_kernels.py tests/test_cdna_resources.py tests/cdna_sim $(PYTEST_ARGS)
 
 amd-aot:
 	tools/amd/aot_setup.sh

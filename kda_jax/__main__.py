@@ -1,4 +1,4 @@
-"""python -m kda_jax {prefill,resume,doctor}."""
+"""python -m kda_jax {prefill,resume,verify,doctor}."""
 
 import sys
 

@@ -152,7 +152,9 @@ def _matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _slab_size(metadata: ChunkMetadata, row_elements: int) -> int:
     fits = max(1, SLAB_ELEMENTS // (metadata.chunk_size * row_elements))
-    return min(metadata.capacity.chunks, MAX_SLAB, fits)
+    # XLA multiplies matrices otherwise, with other rounding, where there is no batch of them: two
+    # chunks at least, so that a prompt of one chunk gives the bits of a longer one's first.
+    return min(max(metadata.capacity.chunks, 2), MAX_SLAB, fits)
 
 
 def _chunk_table(metadata: ChunkMetadata, slab: int) -> _Table:

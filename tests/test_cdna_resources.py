@@ -86,7 +86,7 @@ def test_dynamic_lds_counts() -> None:
     resources = tool("resources")
     report_950 = report("walk", **{"LDS Size [bytes/block]": 0, "Occupancy [waves/SIMD]": 8})
     usage = {"walk": {"gfx950": resources.parse(report_950)["walk"]}}
-    how = {"gfx950": {"dynamic_lds": 60000, "threads": 256}}
+    how = {"dynamic_lds": 60000, "threads": 256}
     assert resources.add_dynamic_lds(usage, {"walk": how}) == []
     assert usage["walk"]["gfx950"]["lds"] == 60000
     assert usage["walk"]["gfx950"]["occupancy"] == 2  # two workgroups of four waves on four SIMDs

@@ -1,4 +1,4 @@
-"""The command line: prefill text, resume it from a checkpoint, say what works on this machine."""
+"""The command line: prefill text, resume it, say what works on this machine, verify it."""
 
 from .app import main
 

@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2: an error, 1: `resume` found a difference)."""
+    """Run one command; returns the exit code (2: an error, 1: resume or verify found one)."""
     parser = build_parser()
     try:
         args = parser.parse_args(argv)
@@ -64,6 +64,10 @@ def _command(args: argparse.Namespace) -> int:
 
     if problem := device_problem():
         raise CliError(f"{problem} (see `python -m kda_jax doctor`)")
+    if args.command == "verify":
+        from .verify import verify
+
+        return verify(args)
     if args.command == "prefill":
         from .prefill import prefill
 
@@ -120,6 +124,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--checkpoint", type=_Integer(1), metavar="OFFSET", help="token offset (default: the last)"
     )
     again.add_argument("--backend", choices=BACKENDS, help="default: what prefill was asked for")
+
+    check = commands.add_parser(
+        "verify",
+        help="check results, exactness and hazards on every device here",
+        description="Run every check on every device that jax sees, against a float64 reference on"
+        " the CPU; exit code 1 if a backend gets wrong what it claims to support. Takes a minute.",
+    )
+    check.add_argument("--report", metavar="FILE", help="write all results to a JSON file")
+    check.add_argument(
+        "--platform", choices=("cpu", "cuda", "rocm"), help="its devices only (default: all)"
+    )
 
     look = commands.add_parser(
         "doctor",

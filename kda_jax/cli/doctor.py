@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,16 +40,27 @@ def report() -> dict[str, Any]:
     """The whole report, JSON-ready."""
     devices, failure = _devices()
     return {
+        **describe_software(paths=True),
+        "default_backend": None if failure else backends.current_platform(),
+        "devices": devices,
+        "device_error": failure,
+        "backends": [] if failure else [_backend(name) for name in _names()],
+    }
+
+
+def describe_software(*, paths: bool = False) -> dict[str, Any]:
+    """Versions and the native libraries; without ``paths`` nothing in it names a user or a host."""
+    native = _native()
+    if not paths:
+        for library in native["libraries"]:
+            library["path"] = Path(library["path"]).name
+    return {
         "kda_jax": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "plugins": _plugins(),
-        "native": _native(),
-        "default_backend": None if failure else backends.current_platform(),
-        "devices": devices,
-        "device_error": failure,
-        "backends": [] if failure else [_backend(name) for name in _names()],
+        "native": native,
     }
 
 

@@ -81,12 +81,14 @@ def cases(backend: str, dtypes: tuple[str, ...]) -> list[Parity]:
         Parity("saturated", MIXED),
         Parity("slow", LONG),
         Parity("k3", ONES),
-        Parity("random", lower_bound=None, state_layout="kv", states=False),
-        Parity("k3", dtype=half, chunk_size=16),
     ]
     if backend != "fused":
+        plain: dict[str, Any] = {"lower_bound": None, "state_layout": "kv", "states": False}
+        short.append(Parity("k3", dtype=half, chunk_size=16, **plain))
         return [dataclasses.replace(each, dtype=each.dtype or base) for each in short]
     more = [
+        Parity("random", lower_bound=None, state_layout="kv", states=False),
+        Parity("k3", dtype=half, chunk_size=16),
         Parity("random", chunk_size=16),
         Parity("k3", LONG, chunk_size=32),
         Parity("saturated", LONG, None, chunk_size=32),

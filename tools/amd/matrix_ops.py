@@ -2,8 +2,8 @@
 
     python tools/amd/matrix_ops.py build/amd/objects
 
-The directory holds STEM.ARCH.co, written by `hipcc.sh --objects`; llvm-objdump (LLVM 22) reads them.
-EXPECTED says per stage which shapes must be there; another one is an error, too.
+The directory holds STEM.ARCH.co, written by `hipcc.sh --objects`. EXPECTED says per stage which
+shapes must be there; another one is an error, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from resources import demangle
 
 _HALVES = {"bf16 16x16x16", "f16 16x16x16"}
-# On gfx950 two tiles are joined where a sum runs over a constant number of them. The prologue's bf16
-# sums take one tile at a time (the other operand is made in between), its solve joins f16 tiles
-# from the third block of 16 tokens on.
+# On gfx950 two tiles are joined where both are at hand. The prologue's bf16 sums take one tile at a
+# time (the other operand is made in between); its solve joins f16 tiles from the third block of 16
+# tokens on.
 _JOINED = {"bf16 16x16x32", "f16 16x16x32", "f16 16x16x16"}
 _WALKS = ("walk", "groups, first walk", "groups, second walk")
 EXPECTED = {
@@ -83,7 +83,8 @@ def main() -> int:
                 failed.append(f"FAILED {kernel} {target}: {have}; expected: {want}")
             elif "<kda::base::CdnaTiles<kda::BF16>" in kernel and "128, 64" in kernel:
                 print(f"{target} {what}, bf16, K = 128, C = 64: {have}")
-    print(*failed, sep="\n" if failed else "")
+    for line in failed:
+        print(line)
     if not failed and total:
         print(f"ok: {total} kernels hold the matrix instructions that they should, and no others")
     return int(bool(failed) or not total)

@@ -10,9 +10,9 @@ what one workgroup may have; occupancy (waves per SIMD) at least the number in t
 kernels and targets as in the table. Registers are in the table to be seen in a diff, not gated.
 
 The compiler knows static LDS only. For a kernel launched with dynamic LDS the table's "launch" says
-how, by kernel and target, and is kept by --update:
+how, by kernel, and is kept by --update:
 
-    "launch": {"walk": {"gfx942": {"dynamic_lds": 65536, "threads": 256}}}
+    "launch": {"walk": {"dynamic_lds": 65536, "threads": 256}}
 
 The bytes then count towards the limit, and the occupancy is lowered to what the LDS of a compute
 unit allows.
@@ -75,7 +75,8 @@ def demangle(names: list[str]) -> list[str]:
     done = subprocess.run(
         [tool], input="\n".join(names), capture_output=True, text=True, check=True
     )
-    return [re.sub(r"\(.*\)$", "", n.removeprefix("void ")) for n in done.stdout.splitlines()]
+    names = [n.removeprefix("void ").replace("> >", ">>") for n in done.stdout.splitlines()]
+    return [re.sub(r"\(.*\)$", "", n) for n in names]
 
 
 def read(folder: Path) -> Usage:
@@ -88,7 +89,7 @@ def read(folder: Path) -> Usage:
         target = path.name.split(".")[-2]
         kernels = parse(path.read_text())
         for name, values in zip(demangle(list(kernels)), kernels.values(), strict=True):
-            # A template may be in several sources, but there is one kernel of that name in a library.
+            # A template may be in several sources; a library has one kernel of that name.
             if usage.setdefault(name, {}).setdefault(target, values) != values:
                 raise SystemExit(f"{path}: {name} is in another source, too, and differs")
     return usage
@@ -97,12 +98,10 @@ def read(folder: Path) -> Usage:
 def add_dynamic_lds(usage: Usage, launch: dict[str, Any]) -> list[str]:
     """Count dynamic LDS; returns complaints about entries that fit no kernel."""
     unknown = []
-    for kernel, targets in launch.items():
-        for target, how in targets.items():
-            if target not in usage.get(kernel, {}):
-                unknown.append(f"{kernel} {target}: in the table's launch, but not compiled")
-                continue
-            values = usage[kernel][target]
+    for kernel, how in launch.items():
+        if kernel not in usage:
+            unknown.append(f"{kernel}: in the table's launch, but not compiled")
+        for target, values in usage.get(kernel, {}).items():
             values["lds"] += how["dynamic_lds"]
             groups = LDS_LIMIT[target] // max(values["lds"], 1)
             waves = groups * -(-how["threads"] // LANES)
@@ -153,6 +152,12 @@ def show(usage: Usage) -> str:
     return "\n".join(lines)
 
 
+def dump(stored: dict[str, Any]) -> str:
+    """The table as JSON, one line for each kernel and target."""
+    text = json.dumps(stored, indent=1, sort_keys=True)
+    return re.sub(r"\{[^{}]*\}", lambda m: " ".join(m.group().split()), text) + "\n"
+
+
 def main() -> int:
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(description=summary)
@@ -167,7 +172,7 @@ def main() -> int:
     print(show(usage))
     if args.update:
         stored["kernels"] = usage
-        args.table.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+        args.table.write_text(dump(stored))
     found += problems(usage, stored["kernels"] if args.table else None)
     for problem in found:
         print(f"FAILED {problem}")

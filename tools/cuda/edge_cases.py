@@ -1,0 +1,74 @@
+"""The edge cases of the CUDA kernel, for compute-sanitizer: small shapes, every path once.
+
+    tools/cuda/sanitize.sh                 memcheck, racecheck and initcheck over this file
+    python tools/cuda/edge_cases.py        without the sanitizer
+    python tools/cuda/edge_cases.py --plant   an access out of bounds, which memcheck must find
+
+Each result is compared with the scan backend in float32 on the CPU, so that a run that does nothing
+cannot pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from kda_jax import ChunkMetadata, chunk_kda_prefill
+from kda_jax.testing import make_case, relative_error
+
+# Lengths, options of make_case, groups.
+CASES: list[tuple[list[int], dict, int | None]] = [
+    ([130], {"checkpoint_offsets": [[70]]}, None),
+    ([1, 64, 65, 0, 17], {"K": 64, "V": 32}, None),
+    ([1, 64, 65, 0, 17], {"K": 64, "V": 16, "lower_bound": None}, None),
+    ([200, 0, 64], {"K": 64, "V": 32}, 2),
+    ([300], {"K": 64, "V": 64, "checkpoint_offsets": [[100, 300]]}, 4),
+    ([33], {"chunk_size": 32}, None),
+    ([70], {"dtype": "float16", "K": 64, "V": 48}, None),
+    ([0, 0], {"K": 64, "V": 16}, None),
+]
+
+
+def run_all() -> None:
+    cpu = jax.devices("cpu")[0]
+    for seq_lens, options, groups in CASES:
+        options = {"dtype": "bfloat16", "V": 128, "H": 1, "initial_state": True} | options
+        case = make_case("random", seq_lens=seq_lens, **options)
+        args = (case.q, case.k, case.v, case.raw_g, case.raw_beta, case.A_log, case.dt_bias)
+        kwargs = {
+            "metadata": case.metadata,
+            "initial_state": case.initial_state,
+            "has_initial_state": case.has_initial_state,
+            "lower_bound": case.lower_bound,
+        }
+        fused = functools.partial(chunk_kda_prefill, backend="fused", groups=groups, **kwargs)
+        got = [np.asarray(x) for x in jax.jit(fused)(*args)]
+        with jax.default_device(cpu):
+            want = chunk_kda_prefill(*args, backend="scan", **kwargs)
+        errors = [relative_error(x, y) if x.size else 0.0 for x, y in zip(got, want, strict=True)]
+        print(seq_lens, options, groups, [f"{e:.1e}" for e in errors], flush=True)
+        assert max(errors) < 1e-2, "wrong result"
+    print("edge cases ok", flush=True)
+
+
+def plant() -> None:
+    """A chunk table that points far outside of every array."""
+    case = make_case("random", seq_lens=[64], H=1, K=64, V=16, dtype="bfloat16")
+    chunks = case.metadata.chunks.copy()
+    chunks[0, 1] = 1 << 26
+    broken = dataclasses.replace(case.metadata, chunks=chunks)
+    assert isinstance(broken, ChunkMetadata)
+    args = (case.q, case.k, case.v, case.raw_g, case.raw_beta, case.A_log, case.dt_bias)
+    jax.block_until_ready(
+        jax.jit(lambda m: chunk_kda_prefill(*args, metadata=m, backend="fused"))(broken)
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plant", action="store_true", help="an access out of bounds instead")
+    plant() if parser.parse_args().plant else run_all()
