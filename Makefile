@@ -8,8 +8,10 @@
 #   make bench          benchmark this machine's CPU, write benchmarks/results/
 #   make amd-tools      Debian, as root: a HIP compiler for AMD GPUs, without ROCm and without a GPU
 #   make amd-compile    all AMD kernels, with a gate on registers, LDS, occupancy and matrix instructions
-#   make amd-test       executes the compiled AMD kernels in the interpreter of tests/cdna_sim
-#   make amd-aot        compile jitted programs for MI300X and MI350X with XLA's ROCm backend, without a GPU
+#   make amd-library    kda_jax's ROCm library, linked against a stub of the HIP runtime
+#   make amd-test       loads it, and executes the compiled kernels in the interpreter of tests/cdna_sim
+#   make amd-aot        compiles the prefill and a layer for MI300X and MI350X with XLA's ROCm backend (Python >= 3.12)
+#   make amd-static     writes benchmarks/results/amd_static.md: what the kernels execute, counted, not timed
 #
 # Variables: PYTHON (an interpreter >= 3.11), VENV, JAX (a pip requirement, e.g. JAX='jax==0.10.2'),
 # KDA_JAX_NATIVE (required: a failed native build is an error; auto: go on without; off: do not try), GPU (off: the
@@ -40,7 +42,7 @@ FFI_SOURCES := $(shell find ffi -type f 2>/dev/null)
 CPP_TESTS = $(VENV)/bin/cmake -S ffi -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo -DKDA_TESTS=ON -DKDA_PYTHON=OFF
 
-.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-compile amd-test amd-aot venv clean
+.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-compile amd-library amd-test amd-aot amd-static venv clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -116,12 +118,20 @@ amd-tools:
 amd-compile: amd-tools
 	tools/amd/compile.sh
 
-amd-test: amd-tools $(VENV)/package.stamp
-	KDA_AMD=required $(PY) -m pytest tests/test_cdna_kernels.py tests/test_cdna_resources.py tests/cdna_sim $(PYTEST_ARGS)
+amd-library: amd-tools $(VENV)/tools.stamp $(FFI_HEADERS)/headers.stamp
+	PYTHON=$(abspath $(PY)) FFI_HEADERS=$(FFI_HEADERS) tools/amd/library.sh
 
-amd-aot:
-	tools/amd/aot_setup.sh
+AMD_TESTS := tests/test_cdna_kernels.py tests/test_cdna_resources.py tests/test_rocm_library.py tests/cdna_sim
+amd-test: amd-library $(VENV)/package.stamp
+	KDA_AMD=required $(PY) -m pytest $(AMD_TESTS) $(PYTEST_ARGS)
+
+amd-aot: amd-library
+	PYTHON=$$($(PY) -c 'import sys; print(sys._base_executable)') tools/amd/aot_setup.sh
 	build/amd/aot-venv/bin/python tools/amd/aot.py check
+	build/amd/aot-venv/bin/python tools/amd/aot_prefill.py
+
+amd-static: amd-tools $(VENV)/package.stamp
+	$(PY) tools/amd/static_figures.py
 
 clean:
 	rm -rf build $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -69,7 +69,7 @@ the backends of a row were timed in turns. A result that is off from the float64
 than the limit below is marked "wrong" and gets no ratio."""
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -114,7 +114,7 @@ def _prefill(results: Results) -> str:
     left_out = "".join(f"\n- left out, {reason}" for reason in sorted(reasons))
     return (
         "## Time\n\n"
-        + _table(header, rows)
+        + table(header, rows)
         + f"\n\n- K = V = 128; largest relative error allowed: {limits}"
         + f"\n- largest error of `out` seen: {worst}"
         + left_out
@@ -136,7 +136,7 @@ def _linearity(results: Results) -> str:
     if not rows:
         return ""
     text = "## Growth with T\n\nThe exponent x in time ~ T^x from T = 1024 on; 1 is linear.\n\n"
-    return text + _table(["", *results["backends"]], rows)
+    return text + table(["", *results["backends"]], rows)
 
 
 def _floor(results: Results) -> str:
@@ -159,7 +159,7 @@ def _metadata(metadata: dict[str, Any]) -> str:
     return (
         f"## Building the metadata\n\nHost time for {metadata['sequences']} sequences,"
         f" {metadata['tokens']} tokens; the aim is under {duration(metadata['limit_s'])}.\n\n"
-        + _table(["", "time"], rows)
+        + table(["", "time"], rows)
     )
 
 
@@ -176,6 +176,6 @@ def _dispatch(dispatch: dict[str, Any]) -> str:
     text = f"One jitted call at {dispatch['shape']}, metadata as an ordinary argument."
     return (
         f"## Dispatch\n\n{text}\n\n"
-        + _table(["", "per call", "over the empty jit"], rows)
+        + table(["", "per call", "over the empty jit"], rows)
         + ("\n" + left_out if left_out else "")
     )

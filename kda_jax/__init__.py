@@ -5,6 +5,7 @@ from .export import export_checks
 from .metadata import Capacity, ChunkMetadata
 from .ops import chunk_kda, chunk_kda_prefill
 from .types import Backend, CallSpec, KDAResult
+from .warming import warmup
 
 __version__ = "0.1.0"
 
@@ -21,4 +22,5 @@ __all__ = [
     "export_checks",
     "register_backend",
     "supports",
+    "warmup",
 ]

@@ -2,12 +2,16 @@
 
 Metadata is an ordinary argument, so all packs of one capacity run in one program: the tests put
 almost everything into `BASE`, and what is left of it holds NaN.
+
+They run on JAX's default device, in the dtype of ``--kda-dtype`` unless a test names one
+(conftest.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +28,17 @@ from kda_jax import (
     chunk_kda_prefill,
     register_backend,
     supports,
+    testing,
 )
 from kda_jax.fused import FusedBackend
-from kda_jax.testing import Case, make_case
+from kda_jax.testing import TOLERANCES, Case
 
 Array = np.ndarray[Any, Any]
 Prefill = Callable[..., KDAResult]
+
+DTYPE = os.environ.get("KDA_TEST_DTYPE", "float32")  # set by conftest.py
+HALF = DTYPE != "float32"
+ON_GPU = backends.current_platform() in ("cuda", "rocm")
 
 BASE = Capacity(tokens=1280, sequences=8, chunks=44, checkpoints=16)
 DIMS: dict[str, Any] = {"H": 2, "K": 64, "V": 32}
@@ -73,10 +82,12 @@ def prefill(path: str, once: bool = False) -> Prefill:
     without optimization, in a third of the time.
     """
     backend, groups = PATHS.get(path, (path, None))
+    if backend == "mixed" and ON_GPU:
+        pytest.skip("the mixed arithmetic on the CPU stands for that of a GPU; this is one")
     if backend == "mixed" and backend not in backends.names():
         register_backend(_MIXED)
     if backend in ("fused", "mixed"):
-        support = supports(backend, K=64, V=32)
+        support = supports(backend, dtype=DTYPE, K=64, V=32)
         if not support:
             pytest.skip(support.reason)
     fn = functools.partial(chunk_kda_prefill, backend=backend, groups=groups)
@@ -89,9 +100,23 @@ def prefill(path: str, once: bool = False) -> Prefill:
 
 def bounds(path: str) -> dict[str, float]:
     """The tolerances of a path where they are not those of the dtype, for assert_matches_scan."""
+    if HALF:
+        return dict(zip(("rtol_out", "rtol_state"), TOLERANCES[DTYPE], strict=True))
     if not path.startswith("mixed"):
         return {}
     return {"rtol_out": MIXED[0], "rtol_state": MIXED[1]}
+
+
+def make_case(kind: Any, **options: Any) -> Case:
+    """`kda_jax.testing.make_case` in the dtype under test."""
+    return testing.make_case(kind, **{"dtype": DTYPE} | options)
+
+
+def between_runs(path: str) -> tuple[float, float]:
+    """How far two right results (out, states) of a path may lie apart: both have an error."""
+    if path.startswith("mixed") or HALF:
+        return tuple(1.42 * x for x in (TOLERANCES[DTYPE] if HALF else MIXED))  # type: ignore
+    return 1e-5, 1e-5
 
 
 def base_case(kind: Any, seq_lens: Sequence[int], **options: Any) -> Case:

@@ -1,13 +1,67 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and on which platform and in which dtype they run.
+
+    pytest                              # JAX's default device
+    pytest --kda-platform cuda          # an error unless that is a CUDA device with the kernel
+    pytest --kda-dtype bfloat16         # what tests/cases.py makes; on a GPU that is the default
+
+References are computed on the CPU. A GPU's kernel has no float32 and no chunks of 16: a test of
+these is skipped there, with the kernel's own reason.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import jax
 import pytest
 
-from kda_jax import backends
+from kda_jax import backends, supports
+
+PLATFORMS = ("cpu", "cuda", "rocm")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kda_jax")
+    group.addoption("--kda-platform", choices=PLATFORMS, help="default: JAX's default device")
+    group.addoption("--kda-dtype", choices=DTYPES, help="default: float32, on a GPU bfloat16")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    platform = config.getoption("--kda-platform")
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    found = backends.current_platform()
+    dtype = config.getoption("--kda-dtype") or ("float32" if found == "cpu" else "bfloat16")
+    os.environ["KDA_TEST_DTYPE"] = dtype  # for tests/cases.py
+    if platform is None:
+        return
+    if found != platform:
+        raise pytest.UsageError(f"--kda-platform {platform}: JAX's default device is on {found}")
+    # Without this, a kernel that is missing would skip its tests and the run would pass.
+    support = supports("fused", dtype="bfloat16", K=64, V=32)
+    if not support:
+        raise pytest.UsageError(f"--kda-platform {platform}: {support.reason}")
+
+
+def pytest_report_header() -> str:
+    device = jax.devices()[0]
+    return (
+        f"kda_jax: {backends.current_platform()} ({device.device_kind}), "
+        + os.environ["KDA_TEST_DTYPE"]
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """Skips what a GPU's kernel says it does not have; on the CPU this is an error as any other."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if "on a GPU its kernel" in str(error) and backends.current_platform() != "cpu":
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture

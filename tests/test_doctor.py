@@ -6,10 +6,13 @@ import json
 
 import jax
 import pytest
+from test_devices import fake
 
+from kda_jax import native
 from kda_jax.cli import doctor as module
 from kda_jax.cli import main
 from kda_jax.cli.doctor import plugin_problem
+from kda_jax.native import NativeStatus
 
 
 def test_doctor(capsys):
@@ -65,3 +68,38 @@ def test_doctor_survives_what_it_reports(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "PROBLEM: jax finds no device" in out and "Backends" not in out
+
+
+def test_doctor_reports_devices_and_libraries(capsys, monkeypatch):
+    """Each library with its FFI version and list; each device, and whether the list covers it."""
+    status = NativeStatus(
+        available_platforms=("cpu", "rocm"),
+        reasons={"cuda": "no driver"},
+        libraries={"cpu": "/lib/_native.so", "cuda": "/lib/_c.so", "rocm": "/lib/_native_rocm.so"},
+        ffi_versions={"cpu": (0, 1), "cuda": (0, 9), "rocm": (0, 1)},
+        jaxlib_ffi_version=(0, 3),
+        architectures={"rocm": "gfx942,gfx950"},
+    )
+    monkeypatch.setattr(native, "status", lambda: status)
+    cards = [fake("rocm", "gfx942"), fake("rocm", "gfx1100", 1)]
+    monkeypatch.setattr(module, "all_devices", lambda: cards)
+    monkeypatch.setattr(module, "_names", lambda: [])
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_platform = {library["platform"]: library for library in found["native"]["libraries"]}
+    assert by_platform["rocm"] == {
+        "platform": "rocm",
+        "path": "/lib/_native_rocm.so",
+        "ffi_version": "0.1",
+        "architectures": "gfx942,gfx950",
+    }
+    assert by_platform["cuda"]["ffi_version"] == "0.9"
+    good, bad = found["devices"]
+    assert (good["platform"], good["architecture"], good["problem"]) == ("rocm", "gfx942", None)
+    assert "gfx942, gfx950 and does not run on a device of gfx1100" in bad["problem"]
+
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "a card gfx942" in out and "PROBLEM: its kernel was compiled for gfx942, gfx950" in out
+    assert "native rocm FFI 0.1, for gfx942,gfx950: /lib/_native_rocm.so" in out
+    assert "not used, FFI 0.9" in out and "no driver" in out

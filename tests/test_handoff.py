@@ -20,13 +20,16 @@ from cases import (
     all_paths,
     assert_same_bits,
     base_case,
+    between_runs,
     call,
+    make_case,
     piece,
     prefill,
 )
 
 from kda_jax import ChunkMetadata, KDAResult, backends, chunk_kda_prefill, register_backend
-from kda_jax.testing import make_case, relative_error
+from kda_jax.backends import current_platform
+from kda_jax.testing import relative_error
 
 TOLERANCES = {"float32": (1e-5, 1e-5), "bfloat16": (2e-2, 5e-3)}  # out, states
 
@@ -90,6 +93,8 @@ ON_CHUNK_ENDS: list[tuple[list[int], Any]] = [
 def test_on_chunk_ends_bit_for_bit(path: str, exact: bool, lengths: Any, offsets: Any) -> None:
     if path in ("scan", "chunked") and exact and lengths != [300]:
         pytest.skip("one set of exact sizes is enough: each compiles three programs")
+    if path in ("scan", "chunked") and exact and current_platform() != "cpu":
+        pytest.skip("plain JAX: for a GPU, XLA compiles three programs to different sums")
     sizes = {"capacity": None if exact else BASE}
     fn = prefill(path)
     case = base_case("k3", lengths, checkpoint_offsets=offsets, **sizes)
@@ -114,7 +119,7 @@ def test_at_any_other_token(path: str, offset: int) -> None:
     case = base_case("k3", [300], checkpoint_offsets=[[offset]])
     got, without = call(fn, case), call(fn, base_case("k3", [300]))
     stops = call(fn, piece(case, 0, offset, case.initial_state[0]))
-    rtol_out, rtol_state = (5e-3, 2e-3) if path == "mixed" else (1e-5, 1e-5)
+    rtol_out, rtol_state = between_runs(path)
     assert relative_error(got.out, without.out) < rtol_out
     assert relative_error(got.final_state, without.final_state) < rtol_state
     assert relative_error(got.checkpoint_state[0], stops.final_state[0]) < rtol_state

@@ -16,10 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BASE, DIMS, NATIVE, Array, all_paths, assert_same_bits, base_case, call, prefill
+from cases import (
+    BASE,
+    DIMS,
+    NATIVE,
+    PATHS,
+    Array,
+    all_paths,
+    assert_same_bits,
+    base_case,
+    between_runs,
+    call,
+    make_case,
+    prefill,
+)
 
 from kda_jax import Capacity, ChunkMetadata, KDAResult, chunk_kda_prefill
-from kda_jax.testing import Case, assert_matches_scan, make_case
+from kda_jax.testing import Case, assert_matches_scan
 
 BIG = Capacity(tokens=8192, sequences=64, chunks=192, checkpoints=0)
 TOKENS = ("q", "k", "v", "raw_g", "raw_beta")
@@ -64,6 +77,24 @@ def test_hazard_09_the_future(path: str, bound: float | None) -> None:
         past = (offsets > 0) & (offsets <= P)
         assert_same_bits(got.checkpoint_state[past], want.checkpoint_state[past], "checkpoints")
         assert not np.array_equal(got.out[:, P:], want.out[:, P:])
+
+
+def _beyond_float16() -> list[Any]:
+    why = "16-bit operands end at 65504, and nothing notices a larger one yet: NaN, in the past too"
+    mark = pytest.mark.xfail(reason=why)
+    return [pytest.param(p, marks=mark) if "mixed" in p else p for p in PATHS]
+
+
+@pytest.mark.parametrize("path", _beyond_float16())
+def test_hazard_09_large_values_later(path: str) -> None:
+    case = base_case("random", [200, 100], dtype="bfloat16")
+    fn = prefill(path, once=True)
+    want = call(fn, case)
+    case.v[:, 100:150] *= 2.0**20
+    got = call(fn, case)
+    assert_same_bits(got.out[:, :100], want.out[:, :100])
+    assert_same_bits(got.out[:, 200:], want.out[:, 200:])
+    assert_matches_scan(fn, case)
 
 
 @all_paths()
@@ -174,8 +205,7 @@ def test_hazard_18_checkpoints_on_and_off(path: str, where: str) -> None:
     else:
         offsets = [[1, 63, 65, 299], [], [100], [16]]
         got = call(fn, base_case("k3", lengths, checkpoint_offsets=offsets))
-        rtol = 5e-3 if "mixed" in path else 1e-5
-        for x, y in zip(got[:2], want[:2], strict=True):
+        for x, y, rtol in zip(got[:2], want[:2], between_runs(path), strict=True):
             assert np.linalg.norm(x - y) <= rtol * np.linalg.norm(y)
 
 

@@ -203,7 +203,9 @@ print(json.dumps({
 """
     root = str(Path(kda_jax.__file__).parents[1])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"KDA_JAX_DISABLE_NATIVE": "1", "PYTHONPATH": path}
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
+    environment["KDA_JAX_DISABLE_NATIVE"] = "1"
     run = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
     )

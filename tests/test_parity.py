@@ -14,12 +14,14 @@ import pytest
 from cases import (
     BASE,
     DIMS,
+    DTYPE,
     MIXED,
     PATHS,
     activated,
     all_paths,
     base_case,
     bounds,
+    make_case,
     prefill,
     sigmoid,
 )
@@ -29,7 +31,6 @@ from kda_jax.testing import (
     Case,
     assert_matches_scan,
     default_cases,
-    make_case,
     relative_error,
     scan_in_float64,
 )
@@ -237,7 +238,7 @@ def test_dims_of_fused(path: str, K: int, V: int, chunk_size: int) -> None:
 
 
 def test_default_cases_of_the_test_library() -> None:
-    assert_matches_scan(prefill("fused"), default_cases())
+    assert_matches_scan(prefill("fused"), default_cases(DTYPE))
 
 
 # PEERS: fla-core 0.6.0 in bfloat16, against float64.

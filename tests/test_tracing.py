@@ -144,9 +144,7 @@ def test_metadata_as_static_argument(backend: str) -> None:
 def test_no_device_value_is_read_while_tracing(backend: str) -> None:
     """Shapes are enough to trace: there are no values to read here at all."""
     step, _ = make_step(backend)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (mixes()[0], arrays())
-    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (mixes()[0], arrays()))
     result = jax.eval_shape(lambda metadata, given: step(metadata, **given), *shapes)
     assert [x.shape for x in result] == [(1, TOKENS, H, V), (8, H, V, K), (4, H, V, K)]
 

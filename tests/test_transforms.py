@@ -266,9 +266,7 @@ def test_grad_of_grad() -> None:
         def loss(floats: Values) -> jax.Array:
             beta, A_log, bias = jnp.zeros((1, 20, 1)), jnp.zeros(1), jnp.zeros((1, K))
             args = [floats[n] for n in NAMES[:4]]
-            result = chunk_kda_prefill(
-                *args, beta, A_log, bias, metadata=metadata, backend=backend
-            )
+            result = chunk_kda_prefill(*args, beta, A_log, bias, metadata=metadata, backend=backend)
             return sum(jnp.vdot(WEIGHTS[: x.size], x) for x in result)
 
         return sum(jnp.sum(g * g) for g in jax.tree.leaves(jax.grad(loss)(floats)))

@@ -136,6 +136,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--platform", choices=("cpu", "cuda", "rocm"), help="its devices only (default: all)"
     )
 
+    check.add_argument(
+        "--backend",
+        action="append",
+        choices=BACKENDS[1:],
+        help="this one only; may be given more than once (default: all three)",
+    )
+
     look = commands.add_parser(
         "doctor",
         help="say what works on this machine and why the rest does not",

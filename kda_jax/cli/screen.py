@@ -28,9 +28,9 @@ def table(title: str, first: str, *numbers: str) -> Table:
     return made
 
 
-def progress() -> Progress:
+def progress(*, hidden: bool = False) -> Progress:
     """A bar on stderr; silent unless stderr is a terminal, and in CI."""
-    quiet = not sys.stderr.isatty() or bool(os.environ.get("CI"))
+    quiet = hidden or not sys.stderr.isatty() or bool(os.environ.get("CI"))
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

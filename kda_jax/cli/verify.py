@@ -28,15 +28,16 @@ def verify(args: argparse.Namespace) -> int:
     if args.report and not Path(args.report).resolve().parent.is_dir():
         raise CliError(f"--report {args.report}: its folder does not exist, create it first")
     devices = _devices(args.platform)
+    backends = args.backend or checks.BACKENDS
     start = time.perf_counter()
     with screen.progress() as progress:
-        task = progress.add_task("verify", total=len(checks.steps(devices)))
+        task = progress.add_task("verify", total=len(checks.steps(devices, backends)))
 
         def show(device: Any, result: checks.Result) -> None:
             text = f"{platform_of(device)}:{device.id} {result.backend} {result.group}"
             progress.update(task, advance=1, description=text)
 
-        found = checks.run(devices, on_result=show)
+        found = checks.run(devices, backends=backends, on_result=show)
     report = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -8,6 +8,6 @@ backend does not claim is reported as unsupported, which fails nothing; a call t
 gets wrong does. Needs nothing beyond the library itself.
 """
 
-from .runner import Result, Step, run, steps
+from .runner import BACKENDS, Result, Step, run, steps
 
-__all__ = ["Result", "Step", "run", "steps"]
+__all__ = ["BACKENDS", "Result", "Step", "run", "steps"]

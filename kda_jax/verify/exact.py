@@ -97,7 +97,7 @@ def elsewhere(path: Path) -> None:
     case = path.case("k3", [300], checkpoint_offsets=[offsets])
     got, without = path.call(case), path.call(path.case("k3", [300]))
     exact = path.dtype == "float32"
-    rtol_out, rtol_state = (1e-5, 1e-5) if exact else (5.1e-3, 4.2e-3)
+    rtol_out, rtol_state = (1e-5, 1e-5) if exact else (7.2e-3, 5.9e-3)  # both have an error
     errors = {
         "out": relative_error(got.out, without.out),
         "final_state": relative_error(got.final_state[:1], without.final_state[:1]),
@@ -133,11 +133,12 @@ def empty_sequences(path: Path) -> None:
 def fresh_rows(path: Path) -> None:
     """NaN in rows of initial_state that do not count has no effect."""
     case = path.case("random", [70, 33, 1], initial_state=[False, True, False])
-    assert case.initial_state is not None and np.isnan(case.initial_state[0]).all()
+    assert case.initial_state is not None and case.has_initial_state is not None
+    assert np.isnan(case.initial_state[0]).all()
     got = path.call(case)
     clean = copy.deepcopy(case)
     assert clean.initial_state is not None
-    clean.initial_state[[0, 2]] = 0
+    clean.initial_state[~case.has_initial_state] = 0  # those of padding, too
     _same(got, path.call(clean), "with NaN in fresh rows")
 
 
@@ -201,7 +202,7 @@ def extreme_gates(path: Path) -> None:
         rows[:, low] = True
         gates = np.where(rows, 1e4, -1e4).astype(case.raw_g.dtype)
         got = path.call(dataclasses.replace(case, raw_g=gates))
-        if not all(np.isfinite(np.asarray(x, np.float32)).all() for x in got):
+        if not all(np.isfinite(x.astype(np.float32)).all() for x in got):
             raise AssertionError("a result is not finite")
 
 

@@ -33,7 +33,7 @@ DEVICES = {"MI300X": "gfx942", "MI350X": "gfx950"}
 _SHAPE = re.compile(r"(\w+\[[\d,]*\])(?:\{([\d,]*)[^}]*\})?")
 
 
-def _with_stub_libraries() -> None:
+def with_stub_libraries() -> None:
     """Start this process again with the stubs on the loader's path, if they are not there yet."""
     path = os.environ.get("LD_LIBRARY_PATH", "")
     if str(_STUBS) in path.split(":"):
@@ -163,5 +163,5 @@ def check() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] != ["check"]:
         raise SystemExit(__doc__)
-    _with_stub_libraries()
+    with_stub_libraries()
     check()

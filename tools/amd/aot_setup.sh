@@ -7,9 +7,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=build/amd/aot-venv
 
-wanted=$(sha256sum pyproject.toml tools/amd/stub_rocm.py tools/amd/aot_setup.sh | sha256sum)
-[ "$(cat $venv/setup.stamp 2>/dev/null)" != "$wanted" ] || exit 0
+wanted=$(sha256sum pyproject.toml tools/amd/stub_rocm.py tools/amd/stub_hip.c tools/amd/aot_setup.sh | sha256sum)
 
+version=$("${PYTHON:-false}" -c 'import sys; print("python%d.%d" % sys.version_info[:2])' 2>/dev/null || true)
+[ -z "$version" ] || [ -e "$venv/bin/$version" ] || rm -rf $venv  # of another Python than is asked for
 if [ ! -x $venv/bin/python ]; then
   for python in ${PYTHON:-python3.13 python3.12 python3.14 python3} none; do
     "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break
@@ -18,6 +19,7 @@ if [ ! -x $venv/bin/python ]; then
   mkdir -p build/amd
   "$python" -m venv $venv
 fi
+[ "$(cat $venv/setup.stamp 2>/dev/null)" != "$wanted" ] || exit 0
 $venv/bin/python - > $venv/requirements.txt <<'PYTHON'
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]

@@ -7,7 +7,7 @@
 #       for each source and target the plain ELF code object DIR/STEM.ARCH.co and the compiler's resource report
 #       DIR/STEM.ARCH.txt (resources.py reads it); STEM is the source's name and TEXT; JOBS compilers at once
 #
-# LIST is comma-separated; gfx90a,gfx942,gfx950 without --arch. HIPCC, or a hipcc on the PATH, is used instead of
+# LIST is comma-separated; gfx90a,gfx942,gfx950 without --arch and --offload-arch. HIPCC, or a hipcc on the PATH, is used instead of
 # clang-22 where there is one. KDA_AMD_ROUTE=shim compiles against tools/amd/shim/ in any case.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -41,7 +41,10 @@ while [ $# -gt 0 ]; do
 done
 
 if [ -z "$objects" ]; then
-  for arch in ${archs//,/ }; do compiler+=("--offload-arch=$arch"); done
+  case " $*" in
+    *" --offload-arch="*) ;;  # the caller's own list
+    *) for arch in ${archs//,/ }; do compiler+=("--offload-arch=$arch"); done ;;
+  esac
   # The source language holds for the sources alone: -x hip would make clang read objects as sources.
   args=()
   for arg in "$@"; do

@@ -20,6 +20,7 @@ _PACKAGES = ("jax_plugins.xla_rocm7", "jax_rocm7_plugin")
 _SYSTEM = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
 _NOT_ROCM = re.compile(r"_ZN?K?St|_ZNS|_ZS|__gmon|_ITM|Py|_Py")
 _TEXT = ("hipGetErrorString", "hipGetErrorName")
+_HIP = "libamdhip64"  # also has what kda_jax's own library imports, from stub_hip.c
 
 Symbols = dict[str, dict[str, set[str]]]  # library -> version ("" if none) -> names
 
@@ -85,7 +86,11 @@ def build(library: str, versions: dict[str, set[str]], folder: Path) -> None:
     """Compile one stub."""
     source, script = folder / f"{library}.c", folder / f"{library}.map"
     lines = []
+    ours = Path(__file__).with_name("stub_hip.c").read_text() if library.startswith(_HIP) else ""
+    lines.append(ours)
     for name in sorted(set().union(*versions.values())):
+        if re.search(rf"\b{name}\(|\({name}\)", ours):
+            continue
         if name in _TEXT:
             lines.append(f'const char* {name}(int e) {{ return "stub"; }}')
         else:

@@ -29,7 +29,6 @@ CASES: list[tuple[list[int], dict, int | None]] = [
     ([300], {"K": 64, "V": 64, "checkpoint_offsets": [[100, 300]]}, 4),
     ([33], {"chunk_size": 32}, None),
     ([70], {"dtype": "float16", "K": 64, "V": 48}, None),
-    ([0, 0], {"K": 64, "V": 16}, None),
 ]
 
 
