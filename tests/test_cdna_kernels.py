@@ -75,11 +75,14 @@ CELLS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def tool_chain() -> None:
-    reason = cdna_prefill.why_not()
-    if reason and os.environ.get("KDA_AMD") == "required":
+    if reason := cdna_prefill.why_not():
+        missing(reason)
+
+
+def missing(reason: str) -> None:
+    if os.environ.get("KDA_AMD") == "required":
         pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    pytest.skip(reason)
 
 
 def as_vk(result: KDAResult, layout: str) -> KDAResult:
@@ -99,7 +102,7 @@ def test_kernels(arch: str, name: str) -> None:
         assert error <= SCAN, f"{what}: {error:.2e} from float64"
     support = supports("fused", K=chosen.case.q.shape[-1], V=chosen.case.v.shape[-1])
     if not support:
-        pytest.skip(f"compared with float64 only: {support.reason}")
+        missing(f"compared with float64 only: {support.reason}")
     host = as_vk(
         cdna_prefill.host_prefill(chosen.case, chosen.groups, chosen.layout), chosen.layout
     )

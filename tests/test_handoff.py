@@ -28,7 +28,6 @@ from cases import (
 )
 
 from kda_jax import ChunkMetadata, KDAResult, backends, chunk_kda_prefill, register_backend
-from kda_jax.backends import current_platform
 from kda_jax.testing import relative_error
 
 TOLERANCES = {"float32": (1e-5, 1e-5), "bfloat16": (2e-2, 5e-3)}  # out, states
@@ -93,7 +92,7 @@ ON_CHUNK_ENDS: list[tuple[list[int], Any]] = [
 def test_on_chunk_ends_bit_for_bit(path: str, exact: bool, lengths: Any, offsets: Any) -> None:
     if path in ("scan", "chunked") and exact and lengths != [300]:
         pytest.skip("one set of exact sizes is enough: each compiles three programs")
-    if path in ("scan", "chunked") and exact and current_platform() != "cpu":
+    if path in ("scan", "chunked") and exact and backends.current_platform() != "cpu":
         pytest.skip("plain JAX: for a GPU, XLA compiles three programs to different sums")
     sizes = {"capacity": None if exact else BASE}
     fn = prefill(path)

@@ -66,10 +66,14 @@ __kda_axes(__kda_block, __builtin_amdgcn_workgroup_id_x(), __builtin_amdgcn_work
            __builtin_amdgcn_workgroup_id_z());
 __kda_axes(__kda_size, __builtin_amdgcn_workgroup_size_x(), __builtin_amdgcn_workgroup_size_y(),
            __builtin_amdgcn_workgroup_size_z());
+#define __kda_blocks(axis) __builtin_amdgcn_grid_size_##axis() / __builtin_amdgcn_workgroup_size_##axis()
+__kda_axes(__kda_grid, __kda_blocks(x), __kda_blocks(y), __kda_blocks(z));
+#undef __kda_blocks
 #undef __kda_axes
 static const __device__ __attribute__((unused)) __kda_thread threadIdx{};
 static const __device__ __attribute__((unused)) __kda_block blockIdx{};
 static const __device__ __attribute__((unused)) __kda_size blockDim{};
+static const __device__ __attribute__((unused)) __kda_grid gridDim{};
 
 #define __kda_device static __device__ __forceinline__
 
