@@ -20,6 +20,7 @@ from jax.custom_batching import custom_vmap
 
 from . import devices, native
 from .chunked import ChunkedBackend
+from .groups import choose_groups
 from .metadata import ChunkMetadata
 from .sharding import split_over_heads, varying_like
 from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
@@ -223,7 +224,9 @@ def _custom_call(
 ) -> KDAResult:
     _, H, K = inputs.q.shape
     V, (N, M) = inputs.v.shape[-1], (metadata.capacity.sequences, metadata.capacity.checkpoints)
-    groups = 1 if config.groups is None else config.groups
+    groups = config.groups
+    if groups is None:
+        groups = choose_groups(platform, N, H, V, metadata.capacity.chunks)
     slab, num_bytes = workspace(platform, H, K, V, metadata, groups)
     state = (V, K) if config.state_layout == "vk" else (K, V)
     call = jax.ffi.ffi_call(
