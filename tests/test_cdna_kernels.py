@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ pytest.importorskip("tinygrad", reason="tinygrad decodes AMD machine code (extra
 import cdna_prefill
 import cdna_sim
 from cases import assert_same_bits
+from cdna_sim.code_object import load
 
 from kda_jax import KDAResult, supports
 from kda_jax.testing import Case, make_case, relative_error, scan_in_float64
@@ -148,3 +150,24 @@ def test_dynamic_lds_is_all_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cdna_prefill, "shared_bytes", lambda K, C: real(K, C) - 8)
     with pytest.raises(cdna_sim.MemoryFault, match="LDS"):
         cdna_prefill.prefill("gfx950", CELLS["near-equal keys"].case)
+
+
+@pytest.mark.parametrize("arch", cdna_prefill.ARCHITECTURES)
+def test_the_library_holds_the_code_that_runs_here(arch: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(cdna_prefill.HIPCC.parent)])
+    import code_objects
+    import rocm_module
+
+    if not rocm_module.library().exists():
+        missing(f"{rocm_module.library()} is not built: make amd-library with this Python")
+    mine = load(cdna_prefill.code_object(arch, "BF16", 64))
+    kernels = {name for name in mine.symbols if name.endswith(".kd")}
+    shipped = [
+        load(objects[arch]) for objects in code_objects.bundles(rocm_module.library().read_bytes())
+    ]
+    (theirs,) = (one for one in shipped if kernels <= one.symbols.keys())
+    for name in sorted(kernels):
+        assert mine.kernel(name[:-3]) == theirs.kernel(name[:-3])
+    first = min(mine.kernel(name[:-3]).entry for name in kernels)
+    (end,) = (at for name, at in mine.symbols.items() if name.startswith("__hip_cuid"))
+    np.testing.assert_array_equal(mine.image[first:end], theirs.image[first:end])
