@@ -49,7 +49,7 @@ class ChunkedBackend:
         num_rows, heads, key_dim = inputs.k.shape
         seqs = jnp.asarray(metadata.seqs)
         starts = starting_states(inputs, config, seqs)
-        saved = jnp.zeros((metadata.capacity.checkpoints, *starts.shape[1:]), starts.dtype)
+        saved = jnp.zeros_like(starts, shape=(metadata.capacity.checkpoints, *starts.shape[1:]))
         if metadata.capacity.chunks == 0:
             final = state_from_layout(starts, config)
             return KDAResult(jnp.zeros_like(inputs.v), final, state_from_layout(saved, config))

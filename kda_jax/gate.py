@@ -103,13 +103,15 @@ def starting_states(inputs: KDAInputs, config: KDAConfig, seqs: jax.Array) -> ja
     dtype = compute_dtype(inputs)
     n = seqs.shape[0]
     heads, key_dim, value_dim = *inputs.k.shape[-2:], inputs.v.shape[-1]
+    # Like q: under `jax.shard_map` a loop must start from something that differs between devices.
+    zeros = jnp.zeros_like(inputs.q, dtype, shape=(n, heads, value_dim, key_dim))
     if inputs.initial_state is None:
-        return jnp.zeros((n, heads, value_dim, key_dim), dtype)
+        return zeros
     given = seqs[:, 1] >= 0
     if inputs.has_initial_state is not None:
         given &= inputs.has_initial_state
-    state = jnp.where(given[:, None, None, None], inputs.initial_state, 0).astype(dtype)
-    return state_from_layout(state, config)
+    state = state_from_layout(inputs.initial_state.astype(dtype), config)
+    return jnp.where(given[:, None, None, None], state, zeros)
 
 
 def state_from_layout(state: jax.Array, config: KDAConfig) -> jax.Array:

@@ -12,6 +12,7 @@ from . import validate
 from .backends import check_alignment, current_platform, resolve
 from .gate import compute_dtype, starting_states, state_from_layout
 from .metadata import ChunkMetadata
+from .sharding import run_on_auto_axes
 from .types import Backend, CallSpec, Gate, KDAConfig, KDAInputs, KDAResult, StateLayout
 
 
@@ -193,7 +194,7 @@ def _run(
     if B * T == 0 or metadata.capacity.sequences == 0:
         result = _nothing_to_run(packed, config, metadata)
     else:
-        result = backend.run(packed, config, metadata)
+        result = run_on_auto_axes(backend, packed, config, metadata)
     return result._replace(out=result.out.reshape(B, T, *result.out.shape[1:]))
 
 

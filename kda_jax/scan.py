@@ -50,7 +50,7 @@ class ScanBackend:
         # One more row in each buffer takes what belongs to no sequence and to no checkpoint.
         states = _with_spare_row(starting_states(inputs, config, seqs))
         saved = _with_spare_row(
-            jnp.zeros((metadata.capacity.checkpoints, *states.shape[1:]), states.dtype)
+            jnp.zeros_like(states, shape=(metadata.capacity.checkpoints, *states.shape[1:]))
         )
 
         def step(

@@ -109,6 +109,8 @@ def test_with_a_stub_of_the_runtime(script: str) -> None:
 
 
 def test_without_the_runtime_the_rest_works() -> None:
+    if run("import ctypes; ctypes.CDLL('libamdhip64.so.7')", "").returncode == 0:
+        pytest.skip("ROCm's runtime is installed here")
     done = run(
         """
 import importlib.util, jax.numpy as jnp

@@ -1,6 +1,7 @@
 // The host kernel on edge cases (case.h). With -DKDA_SANITIZE=ON this is also the memory check.
 #include <cstring>
 
+#include "../kernel/workspace.h"
 #include "case.h"
 #include "check.h"
 
@@ -89,6 +90,16 @@ TEST(one_worker_and_many_give_the_same_bits) {
   o.workers = 7, o.slab = 1;
   const Run many = Case(o).call();
   CHECK(same_bits(one.out, many.out) && same_bits(one.final_state, many.final_state));
+}
+// 1M tokens * 96 heads * 128 channels: the last row's element is beyond 2^33, in the caller's arrays and
+// in the workspace (every address of the kernel is one of these).
+TEST(addresses_beyond_32_bits) {
+  static_assert(row_offset(1'000'000, 95, 96, 128) == INT64_C(12'288'012'160));
+  static_assert(row_offset(int64_t(1) << 31, 0, 1, 256) == INT64_C(549'755'813'888));
+  static_assert(Blob<128, 64>::bytes(256, 4) * 96 * 16384 > int64_t(1) << 38);
+  Problem p{};
+  p.K = 128, p.V = 128, p.C = 64, p.H = 96, p.groups = 1, p.NC = 16384, p.slab_chunks = 16384;
+  CHECK(host::workspace_bytes(p) == Blob<128, 64>::bytes(128, 4) * 96 * 16384);
 }
 TEST(wrong_sizes_and_tables_are_refused) {
   const Case c(Options{{130}, {{0, 70}}});
