@@ -18,6 +18,7 @@ from programs import needs_fused
 
 from kda_jax import KDAResult, native, verify
 from kda_jax.cli import main
+from kda_jax.cli import verify as command
 from kda_jax.testing import Case
 from kda_jax.verify import exact, parity, timing
 from kda_jax.verify.parity import Parity
@@ -41,8 +42,8 @@ def test_a_good_machine_passes(few: None, tmp_path: Any, capsys: pytest.CaptureF
     report = verify.run([CPU], backends=["fused"], on_result=lambda _, r: seen.append(r.group))
     assert report["passed"] and set(seen) == {"parity", *exact.CHECKS, "timing"}
 
-    command = ["verify", "--platform", "cpu", "--backend", "fused", "--report", str(file)]
-    assert main(command) == 0
+    arguments = ["verify", "--platform", "cpu", "--backend", "fused", "--report", str(file)]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "every supported call is right" in out and "2/2" in out and "6/6" in out
     assert all(len(line) <= 80 for line in out.splitlines() if "wrote" not in line)
@@ -222,6 +223,12 @@ def test_the_arguments_of_the_command(tmp_path: Any, capsys: pytest.CaptureFixtu
     assert "jax has no such device here, only cpu" in capsys.readouterr().err
     assert main(["verify", "--report", str(tmp_path / "no" / "report.json")]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
+
+
+def test_a_report_names_no_folders() -> None:
+    text = '"/home/some one/x-1/_native.so: bad (/opt/rocm/lib/a.so)\\n/opt/b", "verify/1"'
+    want = '"_native.so: bad (a.so)\\nb", "verify/1"'
+    assert command._without_folders(text) == want
 
 
 def test_first_difference() -> None:
