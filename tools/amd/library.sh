@@ -12,7 +12,8 @@ cd "$(dirname "$0")/../.."
 python=$(command -v "$PYTHON")
 bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-"$bin/cmake" -S ffi -B build/amd/native -G Ninja "-DCMAKE_MAKE_PROGRAM=$bin/ninja" \
+# --fresh: what was found for another Python must not stay. The kernels' objects do stay.
+"$bin/cmake" --fresh -S ffi -B build/amd/native -G Ninja "-DCMAKE_MAKE_PROGRAM=$bin/ninja" \
   -DCMAKE_SKIP_BUILD_RPATH=ON -DKDA_CUDA=OFF -DKDA_ROCM=ON "-DKDA_HIPCC=$PWD/tools/amd/hipcc.sh" \
   "-DKDA_AMDHIP64=$PWD/build/amd/stub/libamdhip64.so.7" "-DKDA_FFI_INCLUDE_DIR=$(realpath "$FFI_HEADERS")" \
   "-DPython_EXECUTABLE=$python" "-Dpybind11_DIR=$("$python" -m pybind11 --cmakedir)"
