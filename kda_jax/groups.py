@@ -21,9 +21,9 @@ def choose_groups(platform: str, sequences: int, heads: int, V: int, chunks: int
     as give every third thread one. 1 on a GPU: there V is sliced to 16 first, and what groups gain
     beyond that has not been measured with this kernel.
     """
-    if platform != "cpu" or sequences == 0:
-        return 1
     walks = sequences * heads * (V // _SLICE)
+    if platform != "cpu" or walks == 0:
+        return 1
     threads = os.cpu_count() or 1
     if walks * 3 >= threads:
         return 1

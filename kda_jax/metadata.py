@@ -168,6 +168,11 @@ class ChunkMetadata:
     def __hash__(self) -> int:
         return hash(self._content)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # So that a copy is read-only as well, and does not inherit a cached content.
+        arrays = (np.asarray(self.seqs), np.asarray(self.chunks), np.asarray(self.checkpoints))
+        return _restore, (*arrays, self.chunk_size, self.capacity)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -279,6 +284,12 @@ def _build(
     chunks[need.chunks :] = (-1, tokens, 0, -1)
     checkpoints = table((sequence, offset), capacity.checkpoints)
     checkpoints[need.checkpoints :] = (-1, 0)
+    return _restore(seqs, chunks, checkpoints, chunk_size, capacity)
+
+
+def _restore(
+    seqs: Any, chunks: Any, checkpoints: Any, chunk_size: int, capacity: Capacity
+) -> ChunkMetadata:
     for rows in (seqs, chunks, checkpoints):
         rows.flags.writeable = False
     return ChunkMetadata(seqs, chunks, checkpoints, chunk_size, capacity)

@@ -109,13 +109,15 @@ def chunk_kda(
     device.
     """
     validate.check_tensors(q, k, v, g, beta, "g", "beta")
+    if not isinstance(use_qk_l2norm, bool):
+        raise ValueError(f"use_qk_l2norm is {use_qk_l2norm!r}, want True or False")
     inputs = KDAInputs(q, k, v, g, beta, None, None, initial_state, has_initial_state)
     return _prefill(
         inputs,
         metadata,
         "activated",
         0.0,
-        bool(use_qk_l2norm),
+        use_qk_l2norm,
         scale,
         state_layout,
         backend,

@@ -5,7 +5,6 @@ Only shapes, dtypes and Python values are looked at, so the checks work on trace
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from .metadata import ChunkMetadata
 
+_SCALE_MIN, _SCALE_MAX = 1e-12, 1e12
 MAX_DIM = 256
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -117,8 +117,12 @@ def check_state(
 
 
 def check_options(scale: Any, state_layout: Any, groups: Any) -> None:
-    if scale is not None and (not _is_number(scale) or not math.isfinite(scale)):
-        raise ValueError(f"scale is {scale!r}, want a finite Python number, or None for K**-0.5")
+    # Kernels fold the scale into q before the decays, which take their share of float32's range.
+    if scale is not None and not (_is_number(scale) and _SCALE_MIN <= abs(scale) <= _SCALE_MAX):
+        raise ValueError(
+            f"scale is {scale!r}, want a Python number of size {_SCALE_MIN:g} to {_SCALE_MAX:g}, "
+            "or None for K**-0.5"
+        )
     if state_layout not in ("vk", "kv"):
         raise ValueError(f"state_layout is {state_layout!r}, want 'vk' or 'kv'")
     if groups is not None and (

@@ -108,6 +108,9 @@ def _package_without_library(reload: pytest.MonkeyPatch, folder: Path) -> None:
         reload.delitem(sys.modules, f"kda_jax.{name}", raising=False)
         reload.delattr(kda_jax, name, raising=False)
     reload.setattr(kda_jax, "__path__", [str(folder)])
+    # An editable install finds the library by a hook of its own, wherever the package looks.
+    hooks = [x for x in sys.meta_path if "Redirecting" not in type(x).__name__]
+    reload.setattr(sys, "meta_path", hooks)
 
 
 def test_missing(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:

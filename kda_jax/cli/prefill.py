@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from ..metadata import ChunkMetadata
 from ..types import KDAResult
 from . import documents as docs
 from . import screen, states_file
-from .errors import CliError
+from .errors import CliError, check_output
 from .measure import median_seconds, relative_error
 from .model import Model
 
@@ -24,8 +23,8 @@ from .model import Model
 def prefill(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     batch = [docs.read(path) for path in args.files]
-    for option in ("save", "plot"):
-        _check_output(f"--{option}", getattr(args, option), args.files)
+    check_output("--save", args.save, args.files)
+    check_output("--plot", args.plot, [*args.files, *filter(None, [args.save])])
     tokens, metadata = docs.pack(batch, args.checkpoint_every)
     config = KDALayerConfig(
         hidden=args.hidden,
@@ -91,19 +90,6 @@ def which(config: KDALayerConfig, backend: str, *, checkpoints: bool):  # type: 
     if not support:
         raise CliError(f"--backend {backend}: {support.reason} (see `python -m kda_jax doctor`)")
     return support
-
-
-def _check_output(option: str, path: str | None, inputs: Sequence[str]) -> None:
-    """Before the long part: can this file be written, and is it none of the inputs?"""
-    if path is None:
-        return
-    target = Path(path)
-    if target.is_dir():
-        raise CliError(f"{option} {path}: is a folder, name a file in it")
-    if not target.resolve().parent.is_dir():
-        raise CliError(f"{option} {path}: its folder does not exist, create it first")
-    if any(target.resolve() == Path(name).resolve() for name in inputs):
-        raise CliError(f"{option} {path}: is one of the documents, choose another name")
 
 
 def _errors(

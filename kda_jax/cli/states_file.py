@@ -85,12 +85,12 @@ def save(
         "weights_sha256": model.fingerprint(),
         "documents": json.dumps([{"name": d.name, "sha256": d.sha256} for d in documents]),
     }
-    folder = Path(path).resolve().parent
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".kda_jax-") as scratch:
+    target = Path(path).resolve()  # a link stays, and its target is replaced
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kda_jax-") as scratch:
         part = Path(scratch, "states")
         arrays = {name: jax.numpy.asarray(t) for name, t in tensors.items()}
         part.write_bytes(serialize(arrays, strings))
-        os.replace(part, path)
+        os.replace(part, target)
 
 
 def load(path: str) -> Saved:

@@ -18,7 +18,7 @@ from .. import verify as checks
 from ..devices import all_devices, platform_of
 from . import screen
 from .doctor import describe_software
-from .errors import CliError
+from .errors import CliError, check_output
 
 FORMAT = "kda_jax.verify/1"
 _GROUPS = ("parity", "determinism", "checkpoints", "hazards")
@@ -26,8 +26,7 @@ _GROUPS = ("parity", "determinism", "checkpoints", "hazards")
 
 def verify(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 1 if a check failed."""
-    if args.report and not Path(args.report).resolve().parent.is_dir():
-        raise CliError(f"--report {args.report}: its folder does not exist, create it first")
+    check_output("--report", args.report)
     devices = _devices(args.platform)
     backends = args.backend or checks.BACKENDS
     start = time.perf_counter()
@@ -46,10 +45,9 @@ def verify(args: argparse.Namespace) -> int:
         **describe_software(),
         **found,
     }
-    if args.report:
-        Path(args.report).write_text(_without_folders(json.dumps(report, indent=1)) + "\n")
     _print(screen.console(), report)
     if args.report:
+        Path(args.report).write_text(_without_folders(json.dumps(report, indent=1)) + "\n")
         screen.console().print(f"wrote {args.report}", soft_wrap=True)
     return 0 if report["passed"] else 1
 
