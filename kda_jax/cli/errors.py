@@ -25,4 +25,4 @@ def check_output(option: str, path: str | None, others: Sequence[str] = ()) -> N
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise CliError(f"{option} {path}: cannot be written, choose another place")
     if any(target == Path(name).resolve() for name in others):
-        raise CliError(f"{option} {path}: is one of the documents or another output, choose another name")
+        raise CliError(f"{option} {path}: is one of the documents or outputs, choose another name")
