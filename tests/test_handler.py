@@ -55,7 +55,8 @@ class Call:
             name: np.full(x.size * x.dtype.itemsize, byte, np.uint8).view(x.dtype).reshape(x.shape)
             for name, x in self.results.items()
         }
-        given = {name: jnp.array(x) for name, x in full.items()}
+        # Computed arrays: what borrows a NumPy buffer cannot be donated.
+        given = {name: jnp.copy(jnp.asarray(x)) for name, x in full.items()}
         where = {name: x.unsafe_buffer_pointer() for name, x in given.items() if x.size}
         into = jax.jit(lambda _, *args: self(*args), donate_argnums=0, keep_unused=True)
         got = into(given, *self.operands.values())
