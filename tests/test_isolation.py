@@ -79,13 +79,7 @@ def test_hazard_09_the_future(path: str, bound: float | None) -> None:
         assert not np.array_equal(got.out[:, P:], want.out[:, P:])
 
 
-def _beyond_float16() -> list[Any]:
-    why = "16-bit operands end at 65504, and nothing notices a larger one yet: NaN, in the past too"
-    mark = pytest.mark.xfail(reason=why)
-    return [pytest.param(p, marks=mark) if "mixed" in p else p for p in PATHS]
-
-
-@pytest.mark.parametrize("path", _beyond_float16())
+@all_paths()
 def test_hazard_09_large_values_later(path: str) -> None:
     case = base_case("random", [200, 100], dtype="bfloat16")
     fn = prefill(path, once=True)

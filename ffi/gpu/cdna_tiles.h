@@ -3,7 +3,9 @@
 // Lane l holds of every 16 x 16 tile row l % 16 and columns 4 (l / 16) .. + 3. A matrix unit's result
 // lies the other way round (four rows, one column a lane), so products are issued transposed:
 // D^T = right left^T. Then result, left and right operand all have this one layout, and an accumulator
-// becomes either operand in place. Operands in memory: 8 bytes a lane.
+// becomes either operand in place. Operands in memory: 8 bytes a lane. Of a pair of channel tiles a lane
+// holds eight neighbouring channels, 8 (l / 16) .. + 7, so that it moves 16 bytes at a time; which channel a
+// column stands for is free, as long as both operands of a product agree.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +15,7 @@
 #include "../kernel/ops.h"
 #include "../kernel/problem.h"
 #include "../kernel/target.h"
+#include "../kernel/workspace.h"
 #include "vendor.h"
 
 namespace kda {
@@ -31,7 +34,7 @@ struct CdnaTiles {
   using Storage = uint16_t;
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr int kWave = 64;
-  static constexpr bool kStages = false;  // operands go straight from memory to registers
+  static constexpr bool kSplitHalves = false;
 
   template <class Op>
   using Vector = std::conditional_t<std::is_same_v<Op, BF16>, Bf16x4, Half4>;
@@ -80,6 +83,15 @@ struct CdnaTiles {
     for (int e = 0; e < 4; ++e) a.x[e] = row() == col(e) ? 1.0f : 0.0f;
   }
 
+  // Two tiles of neighbouring channels: 1 where the channel is row + offset.
+  static KDA_FN void set_identity2(Acc& a, Acc& b, int offset) {
+    KDA_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      a.x[e] = row() + offset == 2 * col(0) + e ? 1.0f : 0.0f;
+      b.x[e] = row() + offset == 2 * col(0) + 4 + e ? 1.0f : 0.0f;
+    }
+  }
+
   // ---- element-wise ----------------------------------------------------------------------------
   static KDA_FN float at(const Acc& a, int e) { return a.x[e]; }
   static KDA_FN float at(const Raw& a, int e) { return float(a.x[e]); }
@@ -110,12 +122,48 @@ struct CdnaTiles {
     for (int e = 0; e < 4; ++e) a.x[e] += row() == col(e) ? d.x : 0.0f;
   }
 
+  // `first` = the smallest `token` + column where |a| is not within the limit.
+  static KDA_FN void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
+    unsigned most = 0;  // as an integer, since NaN then is the largest
+    KDA_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      const unsigned bits = __builtin_bit_cast(unsigned, a.x[e]) & 0x7fffffffu;
+      most = bits > most ? bits : most;
+    }
+    if (most <= __builtin_bit_cast(unsigned, limit)) return;
+    KDA_UNROLL
+    for (int e = 3; e >= 0; --e)
+      if (!(__builtin_fabsf(a.x[e]) <= limit) && token + col(e) < first) first = token + col(e);
+  }
+  static KDA_FN int32_t wave_min(int32_t x) {
+    KDA_UNROLL
+    for (int d = 1; d < kWave; d *= 2) {
+      const int32_t other = __builtin_amdgcn_ds_bpermute(4 * (lane() ^ d), x);
+      x = other < x ? other : x;
+    }
+    return x;
+  }
+  static KDA_FN void atomic_max(int32_t* p, int32_t value) { atomicMax(p, value); }
+  static KDA_FN RowVec row_numbers() { return {float(row())}; }
+
   // ---- across rows and columns -------------------------------------------------------------------
   static KDA_FN RowVec row_sums(const Acc& a) {
     float s = (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]);
     s += shuffle(s, lane() ^ 16);
     s += shuffle(s, lane() ^ 32);
     return {s};
+  }
+  // Sums of squares of the rows: the diagonal of x x^T.
+  template <int N>
+  static KDA_FN RowVec row_squares(const Raw (&x)[N]) {
+    Acc a;
+    zero(a);
+    KDA_UNROLL
+    for (int i = 0; i + 1 < N; i += 2) product2(a, x[i], x[i + 1], x[i], x[i + 1]);
+    if (N & 1) product(a, x[N - 1], x[N - 1]);
+    const int e = row() & 3;
+    const float low = e & 1 ? a.x[1] : a.x[0], high = e & 1 ? a.x[3] : a.x[2];
+    return {shuffle(e & 2 ? high : low, 16 * (row() >> 2) + row())};
   }
   static KDA_FN void cumsum_rows(Acc& a) {
     KDA_UNROLL
@@ -170,11 +218,21 @@ struct CdnaTiles {
   static KDA_FN Right<Op> right(const Acc& a) {
     return left<Op>(a);
   }
-  // The matrix unit transposes: I x^T is exact, since each sum has one term that is not 0 * finite.
+  // The same with values beyond fp16 kept finite, since 0 times infinity would reach other rows; NaN stays.
   template <class Op>
-  static KDA_FN Acc transposed(const Acc& a) {
-    return transposed(left<Op>(a));
+  static KDA_FN Left<Op> left_clamped(Acc a) {
+    if constexpr (std::is_same_v<Op, F16>) {
+      KDA_UNROLL
+      for (int e = 0; e < 4; ++e)
+        a.x[e] = __builtin_fabsf(a.x[e]) > kLargest ? __builtin_copysignf(kLargest, a.x[e]) : a.x[e];
+    }
+    return left<Op>(a);
   }
+  template <class Op>
+  static KDA_FN Right<Op> right_clamped(const Acc& a) {
+    return left_clamped<Op>(a);
+  }
+  // The matrix unit transposes: I x^T is exact, since each sum has one term that is not 0 * finite.
   template <class Operand>
   static KDA_FN Acc transpose_operand(const Operand& x, const Operand& identity) {
     Acc t;
@@ -269,6 +327,24 @@ struct CdnaTiles {
   static KDA_FN void store_acc(Storage* p, const Acc& a) {
     store(p, left<Op>(a));
   }
+  template <class Op>
+  static KDA_FN void store_acc_t(Storage* p, const Acc& a) {
+    store(p, right_t<Op>(a));
+  }
+  // Operands that the walk reads; here they lie like all others.
+  template <class Op>
+  static KDA_FN void store_blob(Storage* p, TileAt at, const Operand<Op>& a) {
+    store(p + at.offset, a);
+  }
+  template <class Op>
+  static KDA_FN Operand<Op> load_blob_left(const Storage* p, TileAt at) {
+    return load_left<Op>(p + at.offset);
+  }
+  template <class Op>
+  static KDA_FN Operand<Op> load_blob_right(const Storage* p, TileAt at) {
+    return load_left<Op>(p + at.offset);
+  }
+  // Vectors in LDS and in the workspace: by place, not by channel.
   static KDA_FN ColVec load_cols(const float* p) {
     return {reinterpret_cast<const Float4*>(p)[lane() >> 4]};
   }
@@ -288,15 +364,34 @@ struct CdnaTiles {
     }
     return a;
   }
-  static KDA_FN Acc load(const Tensor& t, int64_t offset, int64_t stride, int valid) {
-    if (t.type != DType::kF32)
-      return {__builtin_convertvector(load_raw(t, offset, stride, valid).x, Float4)};
-    Acc a;
-    zero(a);
+  static KDA_FN void load_raw2(Raw& a, Raw& b, const Tensor& t, int64_t offset, int64_t stride,
+                               int valid) {
+    using Pair = std::conditional_t<std::is_same_v<Io, BF16>, Bf16x8, Half8>;
+    Pair x = {0, 0, 0, 0, 0, 0, 0, 0};
     if (row() < valid)
-      a.x = *reinterpret_cast<const Float4*>(static_cast<const float*>(t.data) + offset +
-                                             row() * stride + col(0));
-    return a;
+      x = *reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(t.data) + offset +
+                                         row() * stride + 2 * col(0));
+    a.x = __builtin_shufflevector(x, x, 0, 1, 2, 3);
+    b.x = __builtin_shufflevector(x, x, 4, 5, 6, 7);
+  }
+  static KDA_FN void load2(Acc& a, Acc& b, const Tensor& t, int64_t offset, int64_t stride,
+                           int valid) {
+    if (t.type != DType::kF32) {
+      Raw x, y;
+      load_raw2(x, y, t, offset, stride, valid);
+      a.x = __builtin_convertvector(x.x, Float4), b.x = __builtin_convertvector(y.x, Float4);
+      return;
+    }
+    zero(a), zero(b);
+    if (row() < valid) {
+      const auto* p = reinterpret_cast<const Float4*>(static_cast<const float*>(t.data) + offset +
+                                                      row() * stride + 2 * col(0));
+      a.x = p[0], b.x = p[1];
+    }
+  }
+  static KDA_FN void load_cols2(ColVec& a, ColVec& b, const float* p) {
+    const auto* x = reinterpret_cast<const Float4*>(p + 2 * col(0));
+    a.x = x[0], b.x = x[1];
   }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     using Element = std::conditional_t<std::is_same_v<Io, BF16>, __bf16, _Float16>;
@@ -306,11 +401,27 @@ struct CdnaTiles {
                                   : float(static_cast<const Element*>(t.data)[at])};
   }
   static KDA_FN void store(void* data, DType, int64_t offset, int64_t stride, const Acc& a,
-                           int valid) {
-    if (row() >= valid) return;
+                           int from, int to) {  // rows [from, to)
+    if (row() < from || row() >= to) return;
     auto* p = static_cast<uint16_t*>(data) + offset + row() * stride + col(0);
     *reinterpret_cast<Vector<Io>*>(p) = left<Io>(a).x;
   }
+  // States: rows are values, columns a pair of channel tiles.
+  static KDA_FN void load_state2(Acc& a, Acc& b, const float* p, int64_t row_stride,
+                                 int64_t col_stride) {
+    p += row() * row_stride + 2 * col(0) * col_stride;
+    KDA_UNROLL
+    for (int e = 0; e < 4; ++e)
+      a.x[e] = p[e * col_stride], b.x[e] = p[(e + 4) * col_stride];
+  }
+  static KDA_FN void store_state2(float* p, int64_t row_stride, int64_t col_stride, const Acc& a,
+                                  const Acc& b) {
+    p += row() * row_stride + 2 * col(0) * col_stride;
+    KDA_UNROLL
+    for (int e = 0; e < 4; ++e)
+      p[e * col_stride] = a.x[e], p[(e + 4) * col_stride] = b.x[e];
+  }
+  // In plain order.
   static KDA_FN Acc load_f32(const float* p, int64_t row_stride, int64_t col_stride) {
     Acc a;
     KDA_UNROLL

@@ -3,10 +3,13 @@
 #include "driver.h"
 
 #include <atomic>
+#include <mutex>
 
 #include "kernels.h"
 #include "vendor.h"
 #if defined(__CUDACC__)
+#include "hopper_walk.h"
+#include "nvidia_split_walk.h"
 #include "nvidia_tiles.h"
 #else
 #include "cdna_tiles.h"
@@ -40,11 +43,19 @@ hipError_t launch(void (*kernel)(Args...), int64_t blocks, int y, int threads, s
                          dim3(unsigned(threads)), pointers, shared, stream);
 }
 
+// What the choice of a walk depends on.
+struct Device {
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // that a block may have
+  bool wgmma = false;
+};
+
 template <int K, int C, bool Unbounded>
 struct GpuDriver {
   using T = GpuTiles;
   using Policy = MixedPolicy;
   using P = Prologue<T, Policy, K, C, Unbounded>;
+  using P2 = Prologue<T, WidePolicy, K, C, true>;
   using S = Schedule<T, Policy, K, C>;
 
   template <class... Args>
@@ -52,56 +63,114 @@ struct GpuDriver {
     return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                hipFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   }
-  template <int Waves>
-  static constexpr size_t stages_bytes() {
-    return 2 * sizeof(WalkStage<T, K, C, Waves>);
-  }
 
-  // More shared memory than the default limit is asked for once per device; racing threads ask twice.
-  static std::string prepare() {
-    static std::atomic<bool> done[kMaxDevices];
-    int device = 0;
-    KDA_TRY(hipGetDevice(&device));
-    if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return "";
-    KDA_TRY(allow(prologue_kernel<T, Policy, K, C, Unbounded>, sizeof(typename P::Shared)));
-    if constexpr (T::kStages) {
-      KDA_TRY(allow(staged_walk_kernel<T, Policy, K, C, 1>, stages_bytes<1>()));
-      KDA_TRY(allow(staged_walk_kernel<T, Policy, K, C, 4>, stages_bytes<4>()));
+#if defined(__CUDACC__)
+  using Staged = NvidiaTiles<KDA_IO, true>;
+  static constexpr bool kSplits = K / C >= 2;  // a warp owns a pair of channel tiles
+  template <int Stages>
+  using SplitMemory = SplitWalkMemory<Staged, K, C, Stages>;
+  template <int Groups>
+  using HopperMemory = HopperWalkMemory<Staged, K, C, Groups, 3>;
+
+  static std::string prepare_walks(const Device& device) {
+    if constexpr (kSplits) {
+      if (device.shared_bytes >= int(sizeof(SplitMemory<3>)))
+        KDA_TRY(allow(split_walk_kernel<Staged, Policy, K, C, 3>, sizeof(SplitMemory<3>)));
+      if (device.shared_bytes >= int(sizeof(SplitMemory<2>)))
+        KDA_TRY(allow(split_walk_kernel<Staged, Policy, K, C, 2>, sizeof(SplitMemory<2>)));
     }
-    if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
+    if (device.wgmma) {
+      KDA_TRY(allow(hopper_walk_kernel<Staged, Policy, K, C, 1, 3>, sizeof(HopperMemory<1>)));
+      KDA_TRY(allow(hopper_walk_kernel<Staged, Policy, K, C, 2, 3>, sizeof(HopperMemory<2>)));
+    }
     return "";
   }
 
-  static hipError_t walk(const Problem& p, hipStream_t stream, int first, int last) {
-    const int64_t slices = p.N * p.H * (p.V / kTile);
-    if constexpr (T::kStages) {
-      if (p.V / kTile % 4 == 0) {
-        return launch(staged_walk_kernel<T, Policy, K, C, 4>, slices / 4, 1, 4 * T::kWave,
-                      stages_bytes<4>(), stream, Problem(p), first, last);
+  // Few slices: two sets of warps for each, so that a step is short. Many: as many rows of V in a block as
+  // still fill the chip, since its operands are brought once for all of them.
+  static hipError_t walk(const Problem& p, hipStream_t stream, const Device& device, int first,
+                         int last) {
+    const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
+    const bool groups = device.wgmma && p.V % 64 == 0;
+    if constexpr (kSplits) {
+      const bool fits3 = device.shared_bytes >= int(sizeof(SplitMemory<3>));
+      const bool fits2 = device.shared_bytes >= int(sizeof(SplitMemory<2>));
+      if ((fits3 || fits2) && (slices <= sms || !groups)) {
+        return fits3 ? launch(split_walk_kernel<Staged, Policy, K, C, 3>, slices, 1, C * 4,
+                              sizeof(SplitMemory<3>), stream, Problem(p), first, last)
+                     : launch(split_walk_kernel<Staged, Policy, K, C, 2>, slices, 1, C * 4,
+                              sizeof(SplitMemory<2>), stream, Problem(p), first, last);
       }
-      return launch(staged_walk_kernel<T, Policy, K, C, 1>, slices, 1, T::kWave, stages_bytes<1>(),
-                    stream, Problem(p), first, last);
-    } else {
-      return launch(walk_kernel<T, Policy, K, C>, (slices + kWalkWaves - 1) / kWalkWaves, 1,
-                    kWalkWaves * T::kWave, 0, stream, Problem(p), first, last);
     }
+    if (groups && (p.V % 128 || heads * (p.V / 64) <= sms))
+      return launch(hopper_walk_kernel<Staged, Policy, K, C, 1, 3>, heads * (p.V / 64), 1, 128,
+                    sizeof(HopperMemory<1>), stream, Problem(p), first, last);
+    if (groups)
+      return launch(hopper_walk_kernel<Staged, Policy, K, C, 2, 3>, heads * (p.V / 128), 1, 256,
+                    sizeof(HopperMemory<2>), stream, Problem(p), first, last);
+    return simple_walk<Policy>(p, stream, slices, first, last);
+  }
+#else
+  static std::string prepare_walks(const Device&) { return ""; }
+  static hipError_t walk(const Problem& p, hipStream_t stream, const Device&, int first, int last) {
+    return simple_walk<Policy>(p, stream, p.N * p.H * (p.V / kTile), first, last);
+  }
+#endif
+  template <class Policy>
+  static hipError_t simple_walk(const Problem& p, hipStream_t stream, int64_t waves, int first,
+                                int last) {
+    return launch(walk_kernel<T, Policy, K, C>, (waves + kWalkWaves - 1) / kWalkWaves, 1,
+                  kWalkWaves * T::kWave, 0, stream, Problem(p), first, last);
   }
 
-  static std::string run(const Problem& p, hipStream_t stream) {
-    if (std::string error = prepare(); !error.empty()) return error;
-    const int walk_threads = kWalkWaves * T::kWave;
-    KDA_TRY(launch(fill_kernel<T>, 64, int(p.N + p.M + 1), kFillThreads, 0, stream, Problem(p)));
-    const int64_t slab = p.groups > 1 ? p.NC : p.slab_chunks;
-    auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
-    for (int64_t first = 0; first < p.NC; first += slab) {
-      const int64_t last = first + slab < p.NC ? first + slab : p.NC;
-      KDA_TRY(launch(prologue_kernel<T, Policy, K, C, Unbounded>, (last - first) * p.H, 1,
-                     C / kTile * T::kWave, sizeof(typename P::Shared), stream, Problem(p),
-                     int(first)));
-      if (p.groups > 1) break;
-      KDA_TRY(walk(p, stream, int(first), int(last)));
+  // Once per device: its properties, and more shared memory than the default limit.
+  static std::string prepare(Device* device) {
+    static std::mutex lock;
+    static Device known[kMaxDevices];
+    int id = 0;
+    KDA_TRY(hipGetDevice(&id));
+    if (id >= kMaxDevices) return "more than " + std::to_string(kMaxDevices) + " devices";
+    const std::lock_guard<std::mutex> guard(lock);
+    if (known[id].multiprocessors == 0) {
+      Device d;
+      int major = 0, minor = 0;
+      KDA_TRY(hipDeviceGetAttribute(&d.multiprocessors, hipDeviceAttributeMultiprocessorCount, id));
+      KDA_TRY(hipDeviceGetAttribute(&major, hipDeviceAttributeComputeCapabilityMajor, id));
+      KDA_TRY(hipDeviceGetAttribute(&minor, hipDeviceAttributeComputeCapabilityMinor, id));
+#if defined(__CUDACC__)
+      KDA_TRY(hipDeviceGetAttribute(&d.shared_bytes, hipDeviceAttributeSharedMemPerBlockOptin, id));
+#endif
+#if defined(KDA_SM90A)
+      d.wgmma = major == 9 && minor == 0;
+#endif
+      KDA_TRY(allow(prologue_kernel<T, Policy, K, C, Unbounded>, sizeof(typename P::Shared)));
+      KDA_TRY(allow(prologue_kernel<T, WidePolicy, K, C, true>, sizeof(typename P2::Shared)));
+      if (std::string error = prepare_walks(d); !error.empty()) return error;
+      known[id] = d;
     }
-    if (p.groups > 1 && p.NC > 0) {
+    *device = known[id];
+    return "";
+  }
+
+  static constexpr int kFillBlocks = 64;
+
+  static std::string run(const Problem& p, hipStream_t stream) {
+    Device device;
+    if (std::string error = prepare(&device); !error.empty()) return error;
+    const int walk_threads = kWalkWaves * T::kWave, threads = C / kTile * T::kWave;
+    const int64_t slab = p.groups > 1 || p.NC == 0 ? p.NC : p.slab_chunks;
+    auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
+    int64_t first = 0;
+    do {  // also without chunks: something may be to fill
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
+      KDA_TRY(launch(prologue_kernel<T, Policy, K, C, Unbounded>,
+                     tasks + (first == 0 ? kFillBlocks : 0), 1, threads, sizeof(typename P::Shared),
+                     stream, Problem(p), int(first), int(last), int(tasks)));
+      if (p.groups == 1 && tasks) KDA_TRY(walk(p, stream, device, int(first), int(last)));
+      first = last;
+    } while (first < p.NC);
+    if (p.NC == 0) return "";
+    if (p.groups > 1) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupFirst>,
                      waves(heads * between * (slices + K / kTile)), 1, walk_threads, 0, stream,
@@ -110,6 +179,17 @@ struct GpuDriver {
                      walk_threads, 0, stream, Problem(p)));
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupSecond>,
                      waves(heads * between * slices), 1, walk_threads, 0, stream, Problem(p)));
+    }
+    // Where fp16 was too narrow; nearly always these find nothing to do.
+    for (first = 0; first < p.NC; first += slab) {
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
+      const int64_t most = 2 * device.multiprocessors, blocks = tasks < most ? tasks : most;
+      const int64_t slices = p.N * p.H * (p.V / kTile);
+      KDA_TRY(launch(prologue_kernel<T, WidePolicy, K, C, true>, blocks, 1, threads,
+                     sizeof(typename P2::Shared), stream, Problem(p), int(first), int(last),
+                     int(blocks)));
+      KDA_TRY(simple_walk<WidePolicy>(
+          p, stream, slices < most * kWalkWaves ? slices : most * kWalkWaves, int(first), int(last)));
     }
     return "";
   }

@@ -32,27 +32,64 @@ struct OneState {
   KDA_FN State& operator()(int) { return state; }
 };
 
-// One block for each (chunk of the slab, head), one wave for each 16 tokens.
+// What no chunk writes: rows of no sequence, padded states, final states of empty sequences. XLA does
+// not clear results. Also clears the status of the call. `part` of `parts` blocks.
+template <class S>
+KDA_FN void fill(const S& s, int64_t part, int64_t parts) {
+  const Problem& p = s.p;
+  const int64_t size = int64_t(p.H) * p.K * p.V, step = parts * blockDim.x;
+  const int64_t from = part * blockDim.x + threadIdx.x;
+  for (int64_t i = from; i < S::status_bytes(p) / 4; i += step) s.status()[i] = 0;
+  for (int64_t n = 0; n < p.N; ++n) {
+    const SeqRow row = s.seq_row(n);
+    if (row.num_chunks > 0) continue;
+    const bool keep = row.length == 0 && s.starts_from_state(n);
+    for (int64_t i = from; i < size; i += step)
+      p.final_state[n * size + i] = keep ? p.initial_state[n * size + i] : 0.0f;
+  }
+  for (int64_t m = 0; m < p.M; ++m)
+    if (p.checkpoints[2 * m] < 0)
+      for (int64_t i = from; i < size; i += step) p.checkpoint_state[m * size + i] = 0.0f;
+  int64_t used = 0;
+  if (p.N > 0) {  // sequences lie one after the other; padding has length -1
+    const SeqRow last = s.seq_row(p.N - 1);
+    used = last.first + (last.length > 0 ? last.length : 0);
+  }
+  const int64_t width = int64_t(p.H) * p.V;
+  auto* out = static_cast<uint16_t*>(p.out);
+  for (int64_t i = used * width + from; i < p.T * width; i += step) out[i] = 0;
+}
+
+// Blocks below `tasks` take the (chunk of the slab, head)s in turn, one wave for each 16 tokens; the others
+// fill. With a second policy there are few blocks, and nearly always nothing to do.
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
-    prologue_kernel(KDA_PARAMETER Problem p, int slab_first) {
+    prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, int tasks) {
   using P = Prologue<Tiles, Policy, K, C, Unbounded>;
-  extern __shared__ __attribute__((aligned(64))) char memory[];
+  extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& shared = *reinterpret_cast<typename P::Shared*>(memory);
-  const Schedule<Tiles, Policy, K, C> s{p, slab_first, p.NC};
-  const int64_t chunk = slab_first + blockIdx.x / p.H;
-  const int head = int(blockIdx.x % p.H), wave = wave_index<Tiles>();
-  const ChunkRow row = s.chunk_row(chunk);
-  if (row.sequence < 0) return;  // padding; the whole block leaves
-  auto* blob = s.blob(chunk, head);
-  typename P::Wave w;
-  P::load(p, row, head, wave, w, shared);
-  __syncthreads();
-  P::factors(wave, P::NT, w, shared, blob, s.decay(chunk, head));
-  __syncthreads();
-  P::scores(wave, w, shared, blob);
-  __syncthreads();
-  P::solve(p, row, head, wave, shared, blob);
+  const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
+  if (int(blockIdx.x) >= tasks) return fill(s, blockIdx.x - tasks, gridDim.x - tasks);
+  if (Policy::kSecond && *s.status() == 0) return;
+  const int all = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
+  for (int i = blockIdx.x; i < all; i += tasks) {
+    const int chunk = slab_first + i / p.H, head = i % p.H;
+    const ChunkRow row = s.chunk_row(chunk);
+    if (row.sequence < 0) return;  // padding, and all that follows
+    if (!s.has_to(row.sequence, head)) continue;
+    auto* blob = s.blob(chunk, head);
+    typename P::Wave w;
+    P::load(p, row, head, wave, w, shared);
+    __syncthreads();
+    P::channels(wave, P::NT, shared, s.decay(chunk, head));
+    __syncthreads();
+    P::factors(wave, P::NT, w, shared, blob);
+    __syncthreads();
+    P::scores(wave, w, shared, blob);
+    __syncthreads();
+    P::solve(p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
+    if (i + tasks < all) __syncthreads();
+  }
 }
 
 // One wave for each (sequence, head, slice). Waves do not talk to each other.
@@ -63,68 +100,14 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
     walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
   using S = Schedule<Tiles, Policy, K, C>;
   const S s{p, slab_first, slab_last};
+  if (Policy::kSecond && *s.status() == 0) return;
   const int slices = p.V / kTile;
-  const int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>();
-  if (i >= p.N * p.H * slices) return;
-  OneState<typename S::State> state;
-  const int slice = int(i % slices);
-  s.walk_slab(state, i / slices / p.H, int(i / slices % p.H), slice, slice + 1);
-}
-
-// The same with the operands of a chunk brought to shared memory while the chunk before it is worked
-// on; the waves of a block take neighbouring slices of one head and share them.
-template <class Tiles, int K, int C, int Waves>
-struct WalkStage {
-  using Storage = typename Tiles::Storage;
-  using Layout = Blob<K, C>;
-  static constexpr int kTilesOfSlice = C / kTile * kTileElements;
-  alignas(128) Storage operands[Layout::u(0, 0)];
-  alignas(128) Storage u[Waves * kTilesOfSlice];
-  alignas(128) float decay[K];
-
-  KDA_FN void fetch(const Storage* blob, const float* chunk_decay, int slice) {
-    copy(operands, blob, sizeof operands);
-    copy(u, blob + Layout::u(slice, 0), sizeof u);
-    copy(decay, chunk_decay, sizeof decay);
-    Tiles::commit_copies();
+  const int64_t all = p.N * p.H * slices, step = int64_t(gridDim.x) * kWalkWaves;
+  for (int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>(); i < all; i += step) {
+    OneState<typename S::State> state;
+    const int slice = int(i % slices), head = int(i / slices % p.H);
+    if (s.has_to(i / slices / p.H, head)) s.walk_slab(state, i / slices / p.H, head, slice, slice + 1);
   }
-  static KDA_FN void copy(void* to, const void* from, int bytes) {
-    for (int i = 16 * int(threadIdx.x); i < bytes; i += 16 * Waves * Tiles::kWave)
-      Tiles::copy16(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
-  }
-};
-
-template <class Tiles, class Policy, int K, int C, int Waves>
-__global__ void __launch_bounds__(Waves* Tiles::kWave)
-    staged_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
-  using S = Schedule<Tiles, Policy, K, C>;
-  using Stage = WalkStage<Tiles, K, C, Waves>;
-  extern __shared__ __attribute__((aligned(128))) char memory[];
-  auto* stages = reinterpret_cast<Stage*>(memory);
-  const S s{p, slab_first, slab_last};
-  const int parts = p.V / kTile / Waves, wave = wave_index<Tiles>();
-  const int head = int(blockIdx.x / parts % p.H), first_slice = int(blockIdx.x % parts) * Waves;
-  const int64_t seq = blockIdx.x / parts / p.H;
-  const int slice = first_slice + wave;
-  const typename S::Range range = s.range_in_slab(seq);
-  if (range.first >= range.last) return;
-  typename S::State state;
-  stages[0].fetch(s.blob(range.first, head), s.decay(range.first, head), first_slice);
-  s.enter(state, seq, head, slice, range.from_start);
-  for (int64_t c = range.first; c < range.last; ++c) {
-    const int64_t next = c + 1 < range.last ? c + 1 : c;  // the last one fetches itself again
-    Stage& stage = stages[(c - range.first) & 1];
-    stages[(c + 1 - range.first) & 1].fetch(s.blob(next, head), s.decay(next, head), first_slice);
-    Tiles::template wait_copies<1>();
-    __syncthreads();
-    const ChunkRow chunk = s.chunk_row(c);
-    S::W::step(p, chunk, head, slice, state, stage.operands,
-               stage.u + wave * Stage::kTilesOfSlice, stage.decay);
-    s.save_checkpoint(state, chunk, head, slice);
-    __syncthreads();
-  }
-  Tiles::template wait_copies<0>();
-  s.leave(state, seq, head, slice);
 }
 
 constexpr int kGroupFirst = 1, kGroupScan = 2, kGroupSecond = 3;  // stages, in order
@@ -147,35 +130,6 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave) group_kernel(KDA_PAR
     GroupScan<Tiles, Policy, K, C>::scan(s.slots(), seq, head, slice);
   } else {
     s.walk_group_second(state, seq, head, group, slice);
-  }
-}
-
-// What no chunk writes: rows of no sequence, padded states, final states of empty sequences. XLA does
-// not clear results. Grid: x over elements, y over what: N final states, M checkpoints, the rows.
-constexpr int kFillThreads = 256;
-
-template <class Tiles>
-__global__ void __launch_bounds__(kFillThreads) fill_kernel(KDA_PARAMETER Problem p) {
-  const auto* seqs = reinterpret_cast<const SeqRow*>(p.seqs);
-  const int64_t size = int64_t(p.H) * p.K * p.V, step = int64_t(gridDim.x) * kFillThreads;
-  const int64_t from = int64_t(blockIdx.x) * kFillThreads + threadIdx.x, what = blockIdx.y;
-  if (what < p.N) {
-    const SeqRow row = seqs[what];
-    if (row.num_chunks > 0) return;
-    const bool keep =
-        row.length == 0 && p.initial_state && (!p.has_initial_state || p.has_initial_state[what]);
-    for (int64_t i = from; i < size; i += step)
-      p.final_state[what * size + i] = keep ? p.initial_state[what * size + i] : 0.0f;
-  } else if (what < p.N + p.M) {
-    const int64_t m = what - p.N;
-    if (p.checkpoints[2 * m] >= 0) return;
-    for (int64_t i = from; i < size; i += step) p.checkpoint_state[m * size + i] = 0.0f;
-  } else {
-    const SeqRow last = seqs[p.N - 1];  // sequences lie one after the other; padding has length -1
-    const int64_t used = last.first + (last.length > 0 ? last.length : 0);
-    const int64_t width = int64_t(p.H) * p.V;
-    auto* out = static_cast<uint16_t*>(p.out);
-    for (int64_t i = used * width + from; i < p.T * width; i += step) out[i] = 0;
   }
 }
 

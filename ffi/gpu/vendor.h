@@ -11,6 +11,14 @@ using hipStream_t = cudaStream_t;
 constexpr hipError_t hipSuccess = cudaSuccess;
 constexpr cudaFuncAttribute hipFuncAttributeMaxDynamicSharedMemorySize =
     cudaFuncAttributeMaxDynamicSharedMemorySize;
+constexpr cudaDeviceAttr hipDeviceAttributeMultiprocessorCount = cudaDevAttrMultiProcessorCount;
+constexpr cudaDeviceAttr hipDeviceAttributeComputeCapabilityMajor = cudaDevAttrComputeCapabilityMajor;
+constexpr cudaDeviceAttr hipDeviceAttributeComputeCapabilityMinor = cudaDevAttrComputeCapabilityMinor;
+constexpr cudaDeviceAttr hipDeviceAttributeSharedMemPerBlockOptin =
+    cudaDevAttrMaxSharedMemoryPerBlockOptin;
+inline hipError_t hipDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  return cudaDeviceGetAttribute(value, attribute, device);
+}
 inline const char* hipGetErrorString(hipError_t e) { return cudaGetErrorString(e); }
 inline hipError_t hipGetDevice(int* device) { return cudaGetDevice(device); }
 inline hipError_t hipFuncSetAttribute(const void* f, cudaFuncAttribute a, int value) {

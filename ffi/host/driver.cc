@@ -41,11 +41,26 @@ struct HostDriver {
 
   static int64_t scratch_bytes(const Problem& p) {
     const int64_t states = p.V / kTile * int64_t(sizeof(State));
-    return states > int64_t(sizeof(PrologueScratch)) ? states : int64_t(sizeof(PrologueScratch));
+    int64_t bytes = states > int64_t(sizeof(PrologueScratch)) ? states : int64_t(sizeof(PrologueScratch));
+    if constexpr (Policy::kNarrow) {  // the same memory serves a second pass
+      const int64_t wide = HostDriver<WidePolicy, K, C, true>::scratch_bytes(p);
+      bytes = wide > bytes ? wide : bytes;
+    }
+    return bytes;
   }
   static int64_t workspace_bytes(const Problem& p) { return S::workspace_bytes(p); }
   static void prefill(const Problem& p, const TaskRunner& tasks, int workers, char* scratch) {
-    HostDriver{p, tasks, workers, scratch}.run();
+    HostDriver driver{p, tasks, workers, scratch};
+    while (driver.num_chunks < p.NC && driver.s.chunk_row(driver.num_chunks).sequence >= 0)
+      ++driver.num_chunks;
+    if constexpr (!Policy::kSecond) {
+      std::memset(driver.s.status(), 0, size_t(S::status_bytes(p)));
+      driver.fill_what_no_chunk_writes();
+    }
+    driver.run();
+    if constexpr (Policy::kNarrow)
+      if (*driver.s.status())
+        HostDriver<WidePolicy, K, C, true>::prefill(p, tasks, workers, scratch);
   }
 
   template <class F>
@@ -59,8 +74,6 @@ struct HostDriver {
   }
 
   void run() {
-    while (num_chunks < p.NC && s.chunk_row(num_chunks).sequence >= 0) ++num_chunks;
-    fill_what_no_chunk_writes();
     const int64_t slab = p.groups > 1 ? num_chunks : p.slab_chunks;
     for (s.slab_first = 0; s.slab_first < num_chunks; s.slab_first = s.slab_last) {
       s.slab_last = s.slab_first + slab < num_chunks ? s.slab_first + slab : num_chunks;
@@ -108,12 +121,15 @@ struct HostDriver {
     auto& shared = scratch.shared;
     auto& waves = scratch.waves;
     const ChunkRow row = s.chunk_row(chunk);
+    if (!s.has_to(row.sequence, head)) return;
     float *out = s.blob(chunk, head), *decay = s.decay(chunk, head);
     const int blocks = active_blocks<HostTiles, P::NT>(row);
     for (int w = 0; w < blocks; ++w) P::load(p, row, head, w, waves[w], shared);
-    for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out, decay);
+    for (int w = 0; w < blocks; ++w) P::channels(w, blocks, shared, decay);
+    for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out);
     for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
-    for (int w = 0; w < blocks; ++w) P::solve(p, row, head, w, shared, out);
+    for (int w = 0; w < blocks; ++w)
+      P::solve(p, row, head, w, waves[w], shared, out, s.beyond(chunk, head));
   }
 
   // A task takes all slices of a head, so that a blob is read while it is warm, unless that leaves
@@ -133,8 +149,14 @@ struct HostDriver {
       const int from = int(i % parts) * per_task;
       const int to = from + per_task < slices ? from + per_task : slices;
       States states{scratch_of<State>(worker), from};
-      s.walk_slab(states, first + i / parts / p.H, int(i / parts % p.H), from, to);
+      const int64_t seq = first + i / parts / p.H;
+      const int head = int(i / parts % p.H);
+      if (s.has_to(seq, head)) s.walk_slab(states, seq, head, from, to);
     });
+  }
+
+  bool walks(int64_t row) const {
+    return s.seq_row(row / p.H).num_chunks > 0 && s.has_to(row / p.H, int(row % p.H));
   }
 
   void walk_groups() {
@@ -145,7 +167,7 @@ struct HostDriver {
         const int slice = int(i % per_group), group = int(i / per_group % between);
         const int64_t row = i / per_group / between;
         States states{scratch_of<State>(worker), slice};
-        if (s.seq_row(row / p.H).num_chunks > 0) f(states, row / p.H, int(row % p.H), group, slice);
+        if (walks(row)) f(states, row / p.H, int(row % p.H), group, slice);
       });
     };
     for_each(slices + K / kTile, [&](States& states, int64_t seq, int head, int group, int slice) {
@@ -153,8 +175,7 @@ struct HostDriver {
     });
     parallel(p.N * p.H * slices, [&](int, int64_t i) {
       const int64_t row = i / slices;
-      if (s.seq_row(row / p.H).num_chunks > 0)
-        Scan::scan(s.slots(), row / p.H, row % p.H, int(i % slices));
+      if (walks(row)) Scan::scan(s.slots(), row / p.H, row % p.H, int(i % slices));
     });
     for_each(slices, [&](States& states, int64_t seq, int head, int group, int slice) {
       s.walk_group_second(states, seq, head, group, slice);

@@ -11,10 +11,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../kernel/ops.h"
 #include "../kernel/problem.h"
 #include "../kernel/target.h"
+#include "../kernel/workspace.h"
 #include "scalar.h"
 
 namespace kda {
@@ -30,6 +32,9 @@ typedef float Vec16 __attribute__((vector_size(64)));
 struct HostTiles {
   using Storage = float;  // element type of operands in memory
   static constexpr bool kSkipsEmptyBlocks = true;
+  static constexpr bool kSplitHalves = false;
+  static constexpr int kWave = 1;
+  static int lane() { return 0; }
 
   struct alignas(64) Acc {  // float32, [row][column]
     union {
@@ -56,9 +61,13 @@ struct HostTiles {
   static void zero(Acc& a) {
     for (int r = 0; r < kTile; ++r) a.row[r] = Vec16{};
   }
-  static void set_identity(Acc& a) {
+  // Two tiles of neighbouring channels: 1 where the channel is row + offset.
+  static void set_identity2(Acc& a, Acc& b, int offset) {
     for (int r = 0; r < kTile; ++r)
-      for (int c = 0; c < kTile; ++c) a.x[r][c] = r == c ? 1.0f : 0.0f;
+      for (int c = 0; c < kTile; ++c) {
+        a.x[r][c] = c == r + offset ? 1.0f : 0.0f;
+        b.x[r][c] = c + kTile == r + offset ? 1.0f : 0.0f;
+      }
   }
 
   // ---- element-wise ------------------------------------------------------------------------
@@ -89,6 +98,27 @@ struct HostTiles {
   static void mask_rows(RowVec& v, int valid) {
     for (int r = 0; r < kTile; ++r) v.x[r] = r < valid ? v.x[r] : 0.0f;
   }
+  // `first` = the smallest `token` + column where |a| is not within the limit.
+  static void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
+    bool within = true;
+    for (int i = 0; i < kTileElements; ++i) within &= __builtin_fabsf((&a.x[0][0])[i]) <= limit;
+    if (within) return;
+    for (int c = kTile - 1; c >= 0; --c)
+      for (int r = 0; r < kTile; ++r)
+        if (!(__builtin_fabsf(a.x[r][c]) <= limit) && token + c < first) first = token + c;
+  }
+  static int32_t wave_min(int32_t x) { return x; }
+  static void atomic_max(int32_t* p, int32_t value) {
+    int32_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(p, &old, value, true, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED)) {
+    }
+  }
+  static RowVec row_numbers() {
+    RowVec v;
+    for (int r = 0; r < kTile; ++r) v.x[r] = float(r);
+    return v;
+  }
   static void add_diagonal(Acc& a, const RowVec& d) {
     for (int r = 0; r < kTile; ++r) a.x[r][r] += d.x[r];
   }
@@ -101,6 +131,14 @@ struct HostTiles {
     RowVec v;
     std::memcpy(v.x, &sum, sizeof v.x);
     return v;
+  }
+  template <int N>
+  static RowVec row_squares(const Raw (&x)[N]) {
+    Acc sum;
+    zero(sum);
+    for (const Raw& tile : x)
+      for (int r = 0; r < kTile; ++r) sum.row[r] += tile.row[r] * tile.row[r];
+    return row_sums(sum);
   }
   KDA_OUT_OF_LINE void cumsum_rows(Acc& a) {  // inclusive, down the rows
     for (int r = 1; r < kTile; ++r) a.row[r] += a.row[r - 1];
@@ -121,11 +159,7 @@ struct HostTiles {
     scalar::transpose16(&a.x[0][0], &out.x[0][0]);
     return out;
   }
-  // The transpose of a tile rounded to Op (a GPU transposes in 16 bits), or of a caller's tile.
-  template <class Op>
-  static Acc transposed(const Acc& a) {
-    return transpose(left<Op>(a));
-  }
+  // The transpose of a caller's tile.
   static Acc transposed(const Raw& a) { return transpose(a); }
   // (I + a)^-1 for a strictly lower triangular a, in float32 by forward substitution.
   KDA_OUT_OF_LINE Acc unit_lower_inverse(const Acc& a) {
@@ -157,6 +191,26 @@ struct HostTiles {
     Right<Op> out;
     static_cast<Acc&>(out) = left<Op>(a);
     return out;
+  }
+
+  // The same with values beyond fp16 kept finite, since 0 times infinity would reach other rows; NaN stays.
+  template <class Op>
+  static Acc clamped(Acc a) {
+    if constexpr (std::is_same_v<Op, F16>)
+      for (int r = 0; r < kTile; ++r)
+        for (int c = 0; c < kTile; ++c) {
+          const float x = a.x[r][c];
+          a.x[r][c] = x > 65504 ? 65504 : x < -65504 ? -65504 : x;
+        }
+    return a;
+  }
+  template <class Op>
+  static Left<Op> left_clamped(const Acc& a) {
+    return left<Op>(clamped<Op>(a));
+  }
+  template <class Op>
+  static Right<Op> right_clamped(const Acc& a) {
+    return right<Op>(clamped<Op>(a));
   }
 
   // d += sum_i left(i) right(i)^T. All n products run on one set of registers; where the matrix
@@ -210,6 +264,19 @@ struct HostTiles {
   static void store(Storage* p, const Right<Op>& a) { std::memcpy(p, &a, sizeof a); }
   template <class Op>
   static void store_acc(Storage* p, const Acc& a) { store(p, left<Op>(a)); }
+  template <class Op>
+  static void store_acc_t(Storage* p, const Acc& a) { store(p, right<Op>(a)); }
+  // Operands that the walk reads; here they lie like all others.
+  template <class Operand>
+  static void store_blob(Storage* p, TileAt at, const Operand& a) { store(p + at.offset, a); }
+  template <class Op>
+  static const Left<Op>& load_blob_left(const Storage* p, TileAt at) {
+    return load_left<Op>(p + at.offset);
+  }
+  template <class Op>
+  static const Right<Op>& load_blob_right(const Storage* p, TileAt at) {
+    return load_right<Op>(p + at.offset);
+  }
   static ColVec load_cols(const float* p) {
     ColVec v;
     std::memcpy(v.x, p, sizeof v.x);
@@ -235,8 +302,30 @@ struct HostTiles {
     for (int r = 0; r < valid; ++r) v.x[r] = scalar::load1(t, offset + r * stride);
     return v;
   }
-  KDA_OUT_OF_LINE void store(void* p, DType type, int64_t offset, int64_t stride, const Acc& a, int valid) {
-    for (int r = 0; r < valid; ++r) scalar::store16(p, type, offset + r * stride, a.x[r]);
+  KDA_OUT_OF_LINE void store(void* p, DType type, int64_t offset, int64_t stride, const Acc& a,
+                             int from, int to) {  // rows [from, to)
+    for (int r = from < 0 ? 0 : from; r < to; ++r) scalar::store16(p, type, offset + r * stride, a.x[r]);
+  }
+  // Two tiles of neighbouring channels; a layer may order the 32 channels as its loads like best.
+  static void load2(Acc& a, Acc& b, const Tensor& t, int64_t offset, int64_t stride, int valid) {
+    a = load(t, offset, stride, valid);
+    b = load(t, offset + kTile, stride, valid);
+  }
+  static void load_raw2(Raw& a, Raw& b, const Tensor& t, int64_t offset, int64_t stride, int valid) {
+    load2(a, b, t, offset, stride, valid);
+  }
+  static void load_cols2(ColVec& a, ColVec& b, const float* p) {
+    a = load_cols(p);
+    b = load_cols(p + kTile);
+  }
+  static void load_state2(Acc& a, Acc& b, const float* p, int64_t row_stride, int64_t col_stride) {
+    a = load_f32(p, row_stride, col_stride);
+    b = load_f32(p + kTile * col_stride, row_stride, col_stride);
+  }
+  static void store_state2(float* p, int64_t row_stride, int64_t col_stride, const Acc& a,
+                           const Acc& b) {
+    store_f32(p, row_stride, col_stride, a);
+    store_f32(p + kTile * col_stride, row_stride, col_stride, b);
   }
   // float32 tiles with free strides: states in either layout, the groups' matrices.
   KDA_OUT_OF_LINE Acc load_f32(const float* p, int64_t row_stride, int64_t col_stride) {

@@ -1,8 +1,5 @@
-// The diagonal 16 x 16 blocks of Akk and Aqk, where a row's and a column's decay overlap.
-//
-// Exponents inside a block cannot be split at an anchor for every gate: with G_i - anchor down to
-// -16 * 150 one factor vanishes and the other overflows. A bounded gate is factored nevertheless
-// (its 16 rows stay inside float32's range); any other gate goes through `exact`.
+// The diagonal 16 x 16 blocks of Akk and Aqk for gates without a bound, where exponents cannot be split at
+// an anchor: with G_i - anchor down to -16 * 150 one factor vanishes and the other overflows.
 #pragma once
 
 #include "ops.h"
@@ -30,31 +27,6 @@ template <class Tiles, class Op, int K>
 struct Diagonal {
   using Acc = typename Tiles::Acc;
   static constexpr int KT = K / kTile;
-  static constexpr float kMiddle = 58;  // half of 16 rows * 5 * log2(e)
-
-  // Bounded gate: 2^(G_i - anchor) * 2^(anchor - G_j). Over 16 rows the first factor falls to
-  // 2^-115.5, where small channels would become denormals and be flushed (an error of 1e-3 in a row's
-  // own weight, measured); so both are moved to the middle of the range by an exact power of two.
-  static KDA_FN void factored(const Rows<Tiles, KT>& x, const Acc (&sum)[KT], Acc& akk, Acc& aqk) {
-    Tiles::zero(akk);
-    Tiles::zero(aqk);
-    KDA_UNROLL
-    for (int t = 0; t < KT; ++t) {
-      Acc growth, left;
-      Tiles::apply(
-          growth, [](float k, float f, float g) { return k * f * Tiles::exp2(-kMiddle - g); },
-          x.k[t], x.k_factor, sum[t]);
-      const auto right = Tiles::template right<Op>(growth);
-      Acc decay;
-      Tiles::apply(decay, [](float g) { return Tiles::exp2(kMiddle + g); }, sum[t]);
-      auto shifted = [](float x, float f, float e) { return x * f * e; };
-      Tiles::apply(left, shifted, x.k[t], x.k_factor, decay);
-      product(akk, left, right);
-      Tiles::apply(left, shifted, x.q[t], x.q_factor, decay);
-      product(aqk, left, right);
-    }
-    mask(akk, aqk);
-  }
 
   // Any gate. Halves of 1, 2, 4, 8 rows are joined: a pair (i, j) meets at the level where i lies in
   // the upper and j in the lower half of one stretch, and its decay is (sum from the upper half's

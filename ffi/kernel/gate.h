@@ -34,12 +34,13 @@ KDA_FN float softplus(float x) {
   return (x > 0 ? x : 0.0f) + 2.0f * s * p;
 }
 
-// The log decay in log2 units. `rate` is exp(A_log) of the head, `bias` its dt_bias.
+// The log decay: in log2 units, for a bounded gate in units of lower_bound * log2(e). `rate` is exp(A_log)
+// of the head, `bias` its dt_bias.
 template <class Math>
-KDA_FN float log2_decay(Gate gate, float raw_g, float rate, float bias, float lower_bound) {
+KDA_FN float gate_units(Gate gate, float raw_g, float rate, float bias) {
   switch (gate) {
     case Gate::kBounded:
-      return lower_bound * kLog2E * sigmoid<Math>(rate * (raw_g + bias));
+      return sigmoid<Math>(rate * (raw_g + bias));
     case Gate::kSoftplus:
       return -kLog2E * rate * softplus<Math>(raw_g + bias);
     default:

@@ -42,28 +42,39 @@ struct GroupScan {
   using W = Walk<Tiles, Policy, K, C>;
   using Acc = typename Tiles::Acc;
 
-  // Rows 16 slice.. of V: slot 0 holds the state behind group 0.
+  // Rows 16 slice.. of V: slot 0 holds the state behind group 0. Slots are in memory order throughout, so
+  // tiles are loaded in plain order here.
   static KDA_FN void scan(const GroupSlots& slots, int64_t seq, int64_t head, int slice) {
-    const typename W::Strides rows{K, 1};
-    typename W::State state;
-    W::load_state(state, slots.slot(seq, head, 0), rows, slice);
+    Acc state[W::KT];
+    load(state, slots.slot(seq, head, 0), slice);
     for (int g = 1; g + 1 < slots.groups; ++g) {
       float* slot = slots.slot(seq, head, g);
       const float* matrix = slot + int64_t(slots.V) * K;
       typename Tiles::template Left<F32> s[W::KT];
       KDA_UNROLL
-      for (int t = 0; t < W::KT; ++t) s[t] = Tiles::template left<F32>(state.s[t]);
-      W::load_state(state, slot, rows, slice);  // B
+      for (int t = 0; t < W::KT; ++t) s[t] = Tiles::template left<F32>(state[t]);
+      load(state, slot, slice);  // B
       KDA_UNROLL
       for (int t = 0; t < W::KT; ++t)
         KDA_UNROLL
         for (int j = 0; j < W::KT; ++j) {
           const auto m = Tiles::template right_t<F32>(
               Tiles::load_f32(matrix + int64_t(j) * kTile * K + t * kTile, K, 1));
-          accumulate<Tiles>(state.s[t], s[j], m);
+          accumulate<Tiles>(state[t], s[j], m);
         }
-      W::store_state(state, slot, rows, slice);
+      KDA_UNROLL
+      for (int t = 0; t < W::KT; ++t) Tiles::store_f32(at(slot, slice, t), K, 1, state[t]);
     }
+  }
+
+ private:
+  template <class Float>
+  static KDA_FN Float* at(Float* slot, int slice, int t) {
+    return slot + int64_t(slice) * kTile * K + t * kTile;
+  }
+  static KDA_FN void load(Acc (&state)[W::KT], const float* slot, int slice) {
+    KDA_UNROLL
+    for (int t = 0; t < W::KT; ++t) state[t] = Tiles::load_f32(at(slot, slice, t), K, 1);
   }
 };
 

@@ -11,16 +11,31 @@ struct F32 {};
 struct BF16 {};
 struct F16 {};
 
+template <class Op>
+inline constexpr bool is_float32 = false;
+template <>
+inline constexpr bool is_float32<F32> = true;
+
+// A policy with operands in fp16 is narrow: its walk notices what they do not hold (walk.h), and the heads
+// of the sequences where that happened are done a second time with WidePolicy.
 struct Float32Policy {
+  static constexpr bool kNarrow = false, kSecond = false;
   using Decay = F32;
   using Bounded = F32;
 };
 struct MixedPolicy {
+  static constexpr bool kNarrow = true, kSecond = false;
   using Decay = BF16;
   using Bounded = F16;
 };
+struct WidePolicy {
+  static constexpr bool kNarrow = false, kSecond = true;
+  using Decay = BF16;
+  using Bounded = BF16;
+};
 
-constexpr int kTile = 16;                    // every tile is 16 x 16
+constexpr float kLargest = 65504;           // of fp16
+constexpr int kTile = 16;                     // every tile is 16 x 16
 constexpr int kTileElements = kTile * kTile;
 
 }  // namespace kda

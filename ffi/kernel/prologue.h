@@ -1,12 +1,13 @@
 // Stage 1, parallel over (chunk, head): everything of a chunk that does not depend on the state.
 //
-// C/16 waves work on a chunk; wave I owns the 16 tokens of row block I. The functions below are what one wave does between two barriers;
-// a target's driver calls them in order, with a barrier between two of them (the host loops over the
-// waves instead):
+// C/16 waves work on a chunk; wave I owns the 16 tokens of row block I. The functions below are what one
+// wave does between two barriers; a target's driver calls them in order, with a barrier between two of
+// them (the host loops over the waves instead):
 //
-//   load      inputs -> normalised q, k and the decay summed inside the block
-//   factors   decayed keys for the later blocks, and what the walk needs of q and k
-//   scores    Akk and Aqk by 16 x 16 blocks; inverse of the diagonal blocks of I + Akk
+//   load      inputs -> the decay summed inside the block, and its total
+//   channels  factors 2^(sum of whole blocks' totals), a channel at a time
+//   factors   diagonal blocks of Akk and Aqk, decayed keys for later blocks, what the walk needs of q, k
+//   scores    Akk and Aqk below the diagonal; inverse of the diagonal blocks of I + Akk
 //   solve     block forward substitution; each wave solves for some columns of (w, u)
 //
 // Exponents. G is the decay in log2 units, summed from the chunk's start. No factor 2^G is ever
@@ -15,7 +16,8 @@
 //   right(j) = k_j 2^(G_end(J) - G_j)             local sum, <= 0
 //   bridge   = 2^(anchor_I - G_end(J)), J < I     sum of whole blocks' totals, <= 0
 // all of which depend on the past of row i only, so that later gates never change earlier rows.
-// Inside a diagonal block: diagonal.h.
+// Inside a diagonal block of a bounded gate left(i) meets k_j 2^(anchor_I - G_j), which stays inside
+// float32's range; any other gate goes through diagonal.h.
 #pragma once
 
 #include "diagonal.h"
@@ -35,28 +37,41 @@ struct Prologue {
   using Storage = typename Tiles::Storage;
   using Decay = typename Policy::Decay;
   using Bounded = typename Policy::Bounded;
-  using Layout = Blob<K, C>;
-  static constexpr int KT = K / kTile, NT = C / kTile;
+  using Layout = Blob<Tiles, K, C>;
+  static constexpr int KT = K / kTile, NT = C / kTile, kPairs = NT * (NT - 1) / 2;
+
+  // left(i) is kept times 2^kShift: over 16 rows at the bound it falls to 2^-115, where small channels
+  // would become denormals and be flushed. What it is multiplied with carries 2^-kShift.
+  static constexpr float kShift = Unbounded ? 0 : 20;
+  // The decay to a block's end: 2^(end - anchor) 2^(anchor - G) rounds in the last bits of an exponent
+  // of up to 115, which 16-bit operands do not see; float32 ones take the difference first.
+  static constexpr bool kDifference = !Unbounded && is_float32<Decay>;
 
   struct Shared {  // LDS / shared memory
-    alignas(64) float total[NT][K];                   // decay of each block, log2
+    alignas(64) float total[NT][K];   // decay of each block, log2
+    alignas(64) float before[NT][K];  // 2^(totals of the blocks before - kShift)
+    alignas(64) float own[NT][K];     // 2^(total + kShift)
+    alignas(64) float after[NT][K];   // 2^(totals of the blocks behind)
+    alignas(64) float bridge[kPairs + 1][K];  // of (row block, earlier block): 2^(totals between)
     alignas(64) float beta[C];
-    alignas(64) Storage keys[NT][KT][kTileElements];  // right operands k 2^(G_end - G)
-    alignas(64) Storage rhs[NT][KT][kTileElements];   // (beta k 2^G)^T
-    alignas(64) Storage lower[NT * (NT - 1) / 2 + 1][kTileElements];  // right operands of -Akk
-    alignas(64) Storage inverse[NT][kTileElements];   // right operands (I + Akk_II)^-1
+    alignas(64) Storage keys[kPairs + 1][KT][kTileElements];  // right operands, bridge included
+    alignas(64) Storage rhs[NT][KT][kTileElements];           // (k 2^G)^T
+    alignas(64) Storage lower[kPairs + 1][kTileElements];     // right operands of -Akk without beta
+    alignas(64) Storage inverse[NT][kTileElements];  // right operands (I + Akk_II)^-1 diag(beta)
   };
   struct Wave {  // registers
     Rows<Tiles, KT> x;
-    Acc sum[KT];                   // G - anchor
-    Acc rest[Unbounded ? KT : 1];  // G_end - G; a bounded gate takes the difference when needed
+    Acc sum[KT];                   // G - anchor, in units
+    Acc rest[Unbounded ? KT : 1];  // G_end - G; a bounded gate does without
+    typename Tiles::template Left<Decay> left_q[KT], left_k[KT];
     Acc akk, aqk;                  // diagonal block
     RowVec beta;
+    float unit;                    // log2 of a unit of `sum`
+    int32_t beyond;                // first token that a narrow policy does not hold
   };
 
-  static KDA_FN Storage* lower(Shared& s, int row, int col) {
-    return s.lower[row * (row - 1) / 2 + col];
-  }
+  // Pairs (row block, earlier block), in order.
+  static KDA_FN int pair(int row, int col) { return row * (row - 1) / 2 + col; }
 
   // ---- load ----------------------------------------------------------------------------------
   static KDA_FN void load(const Problem& p, const ChunkRow& chunk, int head, int block, Wave& w,
@@ -65,14 +80,13 @@ struct Prologue {
     const int64_t first = chunk.first + block * kTile;
     const int64_t row = row_offset(first, head, p.H, K), stride = int64_t(p.H) * K;
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t) {
-      w.x.q[t] = Tiles::load_raw(p.q, row + t * kTile, stride, valid);
-      w.x.k[t] = Tiles::load_raw(p.k, row + t * kTile, stride, valid);
-      w.sum[t] = Tiles::load(p.g, row + t * kTile, stride, valid);
+    for (int t = 0; t < KT; t += 2)
+      Tiles::load2(w.sum[t], w.sum[t + 1], p.g, row + t * kTile, stride, valid);
+    KDA_UNROLL
+    for (int t = 0; t < KT; t += 2) {
+      Tiles::load_raw2(w.x.q[t], w.x.q[t + 1], p.q, row + t * kTile, stride, valid);
+      Tiles::load_raw2(w.x.k[t], w.x.k[t + 1], p.k, row + t * kTile, stride, valid);
     }
-    w.x.q_factor = row_factor(w.x.q, p.l2norm, p.scale);
-    w.x.k_factor = row_factor(w.x.k, p.l2norm, 1.0f);
-
     w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
     if (p.gate != Gate::kActivated)
       Tiles::apply(w.beta, [](float x) { return sigmoid<Tiles>(x); }, w.beta);
@@ -81,165 +95,253 @@ struct Prologue {
     Tiles::store_rows(s.beta + block * kTile, w.beta);
     gates(p, head, valid, w);
 
+    w.beyond = kNone;
+    w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
+    w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
     if constexpr (Unbounded) {
       Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
     } else {
       KDA_UNROLL
       for (int t = 0; t < KT; ++t) Tiles::cumsum_rows(w.sum[t]);
-      Diagonal<Tiles, Decay, K>::factored(w.x, w.sum, w.akk, w.aqk);
     }
-    Tiles::apply(w.akk, Multiply{}, w.akk, w.beta);
+    const float unit = w.unit;
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      Tiles::store_cols(s.total[block] + t * kTile, Tiles::last_row(w.sum[t]));
+    for (int t = 0; t < KT; ++t) {
+      ColVec total = Tiles::last_row(w.sum[t]);
+      Tiles::apply(total, [=](float x) { return unit * x; }, total);
+      Tiles::store_cols(s.total[block] + t * kTile, total);
+    }
   }
 
-  // The factor that normalises a row (1 without l2norm), times `scale`.
-  static KDA_FN RowVec row_factor(const typename Tiles::Raw (&x)[KT], bool l2norm, float scale) {
-    Acc squares;
-    Tiles::zero(squares);
-    KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      Tiles::apply(squares, [](float s, float a) { return s + a * a; }, squares, x[t]);
-    RowVec r = Tiles::row_sums(squares);
+  // The factor that normalises a row, 1 without l2norm. Rows that nobody normalised may be too long or too
+  // short for fp16 products; `beyond` gets the first such token.
+  static KDA_FN RowVec row_factor(const typename Tiles::Raw (&x)[KT], bool l2norm, int first,
+                                  int32_t& beyond) {
+    RowVec r = Tiles::row_squares(x);
+    if (l2norm) {
+      Tiles::apply(r, [](float s) { return Tiles::rsqrt(s + kNormEpsilon); }, r);
+      return r;
+    }
     Tiles::apply(
-        r, [=](float s) { return l2norm ? scale * Tiles::rsqrt(s + kNormEpsilon) : scale; }, r);
+        r,
+        [&](float s, float row) {
+          if (Policy::kNarrow && (!(s <= kLongest) || (s > 0 && s < kShortest)) &&
+              first + int(row) < beyond)
+            beyond = first + int(row);
+          return 1.0f;
+        },
+        r, Tiles::row_numbers());
     return r;
   }
+  static constexpr float kLongest = 1 << 14, kShortest = 1.0f / (1 << 10);  // squares of a row's norm
 
   static KDA_FN void gates(const Problem& p, int head, int valid, Wave& w) {
     const bool raw = p.gate != Gate::kActivated;
     const float rate = raw ? Tiles::exp2(p.A_log[head] * kLog2E) : 0.0f;
-    const float bound = p.lower_bound;
+    w.unit = Unbounded ? 1.0f : p.lower_bound * kLog2E;
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t) {
-      ColVec bias = {};
-      if (raw) bias = Tiles::load_cols(p.dt_bias + int64_t(head) * K + t * kTile);
-      if constexpr (Unbounded) {
-        raw ? decay<Gate::kSoftplus>(w.sum[t], rate, bias, bound)
-            : decay<Gate::kActivated>(w.sum[t], rate, bias, bound);
-      } else {
-        decay<Gate::kBounded>(w.sum[t], rate, bias, bound);
+    for (int t = 0; t < KT; t += 2) {
+      ColVec bias[2] = {};
+      if (raw) Tiles::load_cols2(bias[0], bias[1], p.dt_bias + int64_t(head) * K + t * kTile);
+      KDA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        Acc& g = w.sum[t + i];
+        if constexpr (!Unbounded) {
+          decay<Gate::kBounded>(g, rate, bias[i], 1.0f);
+        } else if (p.gate == Gate::kSoftplus) {
+          decay<Gate::kSoftplus>(g, rate, bias[i], 1.0f);
+        } else if (p.gate == Gate::kActivated) {
+          decay<Gate::kActivated>(g, rate, bias[i], 1.0f);
+        } else {
+          decay<Gate::kBounded>(g, rate, bias[i], p.lower_bound * kLog2E);
+        }
+        Tiles::select(g, [=](int r, int) { return r < valid; });
       }
-      Tiles::select(w.sum[t], [=](int r, int) { return r < valid; });
     }
   }
   template <Gate G>
-  static KDA_FN void decay(Acc& g, float rate, const ColVec& bias, float bound) {
-    Tiles::apply(g, [=](float x, float b) { return log2_decay<Tiles>(G, x, rate, b, bound); }, g,
-                 bias);
+  static KDA_FN void decay(Acc& g, float rate, const ColVec& bias, float unit) {
+    Tiles::apply(g, [=](float x, float b) { return unit * gate_units<Tiles>(G, x, rate, b); }, g, bias);
   }
 
-  // ---- factors -------------------------------------------------------------------------------
-  static KDA_FN void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob,
-                             float* decay) {
-    KDA_UNROLL
-    for (int t = 0; t < KT; ++t) {
-      const ColVec before = exp2_total(s, t, 0, block), after = exp2_total(s, t, block + 1, blocks);
-      Acc x, e;
-      if constexpr (Unbounded) {
-        Tiles::apply(e, [](float g) { return Tiles::exp2(g); }, w.rest[t]);
-      } else {
-        Tiles::apply(e, [](float end, float g) { return Tiles::exp2(end - g); },
-                     Tiles::load_cols(s.total[block] + t * kTile), w.sum[t]);
+  // ---- channels ------------------------------------------------------------------------------
+  static KDA_FN void channels(int wave, int blocks, Shared& s, float* decay) {
+    for (int c = wave * Tiles::kWave + Tiles::lane(); c < K; c += blocks * Tiles::kWave) {
+      float prefix = 0;
+      KDA_UNROLL
+      for (int i = 0; i < blocks; ++i) {
+        const float total = s.total[i][c];
+        s.before[i][c] = Tiles::exp2(prefix - kShift);
+        s.own[i][c] = Tiles::exp2(total + kShift);
+        float between = 0;
+        KDA_UNROLL
+        for (int j = i - 1; j >= 0; --j) {
+          s.bridge[pair(i, j)][c] = Tiles::exp2(between);
+          between += s.total[j][c];
+        }
+        prefix += total;
       }
-      auto decayed = [](float a, float f, float e) { return a * f * e; };
-      Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
-      Tiles::store(s.keys[block][t], Tiles::template right<Decay>(x));
-      Tiles::apply(x, Multiply{}, x, after);
-      Tiles::store(blob + Layout::kg(t, block), Tiles::template right_t<Bounded>(x));
-
-      Tiles::apply(e, [](float g, float f) { return Tiles::exp2(g) * f; }, w.sum[t], before);
-      Tiles::apply(x, decayed, w.x.q[t], w.x.q_factor, e);
-      Tiles::store(blob + Layout::qg(block, t), Tiles::template left<Decay>(x));
-      Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
-      Tiles::apply(x, Multiply{}, x, w.beta);
-      Tiles::template store_acc<Bounded>(s.rhs[block][t], Tiles::template transposed<Bounded>(x));
-      if (t % blocks == block) Tiles::store_cols(decay + t * kTile, exp2_total(s, t, 0, blocks));
+      float suffix = 0;
+      KDA_UNROLL
+      for (int i = blocks - 1; i >= 0; --i) {
+        s.after[i][c] = Tiles::exp2(suffix);
+        suffix += s.total[i][c];
+      }
+      decay[c] = Tiles::exp2(prefix);
     }
   }
 
-  // 2^(sum of the totals of blocks [from, to)) for the channels of tile t.
-  static KDA_FN ColVec exp2_total(const Shared& s, int t, int from, int to) {
-    ColVec sum = {};
-    for (int j = from; j < to; ++j)
-      Tiles::apply(sum, Add{}, sum, Tiles::load_cols(s.total[j] + t * kTile));
-    Tiles::apply(sum, [](float a) { return Tiles::exp2(a); }, sum);
-    return sum;
+  // ---- factors -------------------------------------------------------------------------------
+  static KDA_FN void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob) {
+    if constexpr (!Unbounded) {
+      Tiles::zero(w.akk);
+      Tiles::zero(w.aqk);
+    }
+    const float unit = w.unit;
+    KDA_UNROLL
+    for (int t = 0; t < KT; ++t) {
+      const int at = t * kTile;
+      const ColVec before = Tiles::load_cols(s.before[block] + at);
+      Acc x, e, k;
+      Tiles::apply(e, [=](float g) { return Tiles::exp2(unit * g + kShift); }, w.sum[t]);
+      Tiles::apply(k, Multiply{}, w.x.k[t], w.x.k_factor);
+
+      Tiles::apply(x, Multiply{}, k, e);
+      w.left_k[t] = Tiles::template left<Decay>(x);
+      Tiles::apply(x, Multiply{}, x, before);
+      Tiles::template store_acc_t<Bounded>(s.rhs[block][t], x);
+      Tiles::apply(x, [](float a, float f, float e) { return a * f * e; }, w.x.q[t], w.x.q_factor, e);
+      w.left_q[t] = Tiles::template left<Decay>(x);
+      Tiles::apply(x, Multiply{}, x, before);
+      Tiles::store_blob(blob, Layout::qg(block, t), Tiles::template left<Decay>(x));
+
+      if constexpr (Unbounded) {
+        Tiles::apply(x, [](float a, float g) { return a * Tiles::exp2(g); }, k, w.rest[t]);
+      } else {
+        Tiles::apply(x, [=](float a, float g) { return a * Tiles::exp2(-(unit * g + kShift)); }, k,
+                     w.sum[t]);
+        const auto right = Tiles::template right<Decay>(x);
+        accumulate<Tiles>(w.akk, w.left_k[t], right);
+        accumulate<Tiles>(w.aqk, w.left_q[t], right);
+        if constexpr (kDifference) {
+          Tiles::apply(x, [=](float a, float g, float end) { return a * Tiles::exp2(end - unit * g); },
+                       k, w.sum[t], Tiles::load_cols(s.total[block] + at));
+        } else {
+          Tiles::apply(x, Multiply{}, x, Tiles::load_cols(s.own[block] + at));
+        }
+      }
+      Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.after[block] + at));
+      Tiles::store_blob(blob, Layout::kg(t, block), Tiles::template right_t<Bounded>(e));
+      for (int row = block + 1; row < blocks; ++row) {
+        if (row > block + 1) Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.bridge[pair(row, block)] + at));
+        Tiles::store(s.keys[pair(row, block)][t],
+                     Tiles::template right<Decay>(row > block + 1 ? e : x));
+      }
+    }
+    if constexpr (!Unbounded) Diagonal<Tiles, Decay, K>::mask(w.akk, w.aqk);
+    Tiles::apply(w.akk, Multiply{}, w.akk, w.beta);
   }
 
   // ---- scores --------------------------------------------------------------------------------
   static KDA_FN void scores(int block, Wave& w, Shared& s, Storage* blob) {
     for (int col = 0; col < block; ++col) {
-      Acc kk, qk, x, e;
+      auto key = [&](int t) -> decltype(auto) {
+        return Tiles::template load_right<Decay>(s.keys[pair(block, col)][t]);
+      };
+      Acc kk, qk;
       Tiles::zero(kk);
       Tiles::zero(qk);
-      KDA_UNROLL
-      for (int t = 0; t < KT; ++t) {
-        const ColVec bridge = exp2_total(s, t, col + 1, block);
-        Tiles::apply(e, [](float g, float f) { return Tiles::exp2(g) * f; }, w.sum[t], bridge);
-        auto&& right = Tiles::template load_right<Decay>(s.keys[col][t]);
-        auto decayed = [](float a, float f, float e) { return a * f * e; };
-        Tiles::apply(x, decayed, w.x.k[t], w.x.k_factor, e);
-        accumulate<Tiles>(kk, Tiles::template left<Decay>(x), right);
-        Tiles::apply(x, decayed, w.x.q[t], w.x.q_factor, e);
-        accumulate<Tiles>(qk, Tiles::template left<Decay>(x), right);
-      }
-      Tiles::apply(kk, [](float a, float b) { return -a * b; }, kk, w.beta);
-      Tiles::store(lower(s, block, col), Tiles::template right<Bounded>(kk));
-      Tiles::store(blob + Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
+      Tiles::mma(kk, KT, [&](int t) -> decltype(auto) { return (w.left_k[t]); }, key);
+      Tiles::mma(qk, KT, [&](int t) -> decltype(auto) { return (w.left_q[t]); }, key);
+      constexpr float scale = Unbounded ? 1.0f : 1.0f / (1 << 20);
+      static_assert(Unbounded || kShift == 20, "");
+      Tiles::apply(kk, [](float a) { return -scale * a; }, kk);
+      Tiles::apply(qk, [](float a) { return scale * a; }, qk);
+      Tiles::store(s.lower[pair(block, col)], Tiles::template right<Bounded>(kk));
+      Tiles::store_blob(blob, Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
     }
-    Tiles::store(blob + Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
-    Tiles::store(s.inverse[block],
-                 Tiles::template right<Bounded>(Tiles::unit_lower_inverse(w.akk)));
+    Tiles::store_blob(blob, Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
+    Acc inverse = Tiles::unit_lower_inverse(w.akk);
+    Tiles::apply(inverse, Multiply{}, inverse, Tiles::load_cols(s.beta + block * kTile));
+    Tiles::store(s.inverse[block], Tiles::template right<Bounded>(inverse));
   }
 
   // ---- solve ---------------------------------------------------------------------------------
-  // (I + Akk) X = rhs for sixteen columns, transposed: the accumulator X^T is the next product's left
-  // operand as it stands.
-  template <class Rhs, class Result>
-  static KDA_FN void substitute(int blocks, Shared& s, Rhs rhs, Result result) {
-    typename Tiles::template Left<Bounded> x[NT];
+  // (I + Akk) X = diag(beta) rhs for N times sixteen columns, transposed: the accumulator X^T is the next
+  // product's left operand as it stands. `rhs(i, n)` and `result(i, n, X)`: row block i, column block n.
+  template <int N, class Rhs, class Check, class Result>
+  static KDA_FN void substitute(int blocks, Shared& s, Rhs rhs, Check check, Result result) {
+    typename Tiles::template Left<Bounded> x[N][NT];
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      Acc sum = rhs(i), solved;
-      Tiles::mma(sum, i, [&](int j) -> decltype(auto) { return (x[j]); },
-                 [&](int j) -> decltype(auto) {
-                   return Tiles::template load_right<Bounded>(lower(s, i, j));
-                 });
-      const auto left = Tiles::template left<Bounded>(sum);
-      auto&& inverse = Tiles::template load_right<Bounded>(s.inverse[i]);
-      Tiles::zero(solved);
-      accumulate<Tiles>(solved, left, inverse);
-      x[i] = Tiles::template left<Bounded>(solved);
-      result(i, solved);
+      KDA_UNROLL
+      for (int n = 0; n < N; ++n) {
+        Acc sum = rhs(i, n), solved;
+        Tiles::mma(sum, i, [&](int j) -> decltype(auto) { return (x[n][j]); },
+                   [&](int j) -> decltype(auto) {
+                     return Tiles::template load_right<Bounded>(s.lower[pair(i, j)]);
+                   });
+        check(i, n, sum);
+        const auto left = Tiles::template left_clamped<Bounded>(sum);
+        auto&& inverse = Tiles::template load_right<Bounded>(s.inverse[i]);
+        Tiles::zero(solved);
+        accumulate<Tiles>(solved, left, inverse);
+        x[n][i] = Tiles::template left<Bounded>(solved);
+        result(i, n, solved);
+      }
     }
   }
 
-  static KDA_FN void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Shared& s,
-                           Storage* blob) {
+  // Columns first, first + step ... of w or u, two at a time where there are two.
+  template <class Columns>
+  static KDA_FN void solve_columns(int first, int step, int count, Columns columns) {
+    int t = first;
+    for (; t + step < count; t += 2 * step) columns(Number<2>{}, t);
+    if (t < count) columns(Number<1>{}, t);
+  }
+  template <int N>
+  struct Number {
+    static constexpr int value = N;
+  };
+
+  static KDA_FN void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Wave& w,
+                           Shared& s, Storage* blob, int32_t* beyond) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
-    for (int t = wave; t < KT; t += blocks) {
-      substitute(
-          blocks, s,
-          [&](int i) { return Tiles::template load_acc<Bounded>(s.rhs[i][t]); },
-          [&](int i, Acc& x) {
-            Tiles::apply(x, [](float a) { return -a; }, x);
-            Tiles::store(blob + Layout::w(i, t), Tiles::template right_t<Decay>(x));
-          });
-    }
-    for (int t = wave; t < p.V / kTile; t += blocks) {
-      substitute(
-          blocks, s,
-          [&](int i) {
-            const int64_t row = row_offset(chunk.first + i * kTile, head, p.H, p.V) + t * kTile;
-            Acc v = Tiles::transposed(
-                Tiles::load_raw(p.v, row, int64_t(p.H) * p.V, valid_rows(chunk, i)));
-            Tiles::apply(v, Multiply{}, v, Tiles::load_cols(s.beta + i * kTile));
-            return v;
+    solve_columns(wave, blocks, p.V / kTile, [&](auto number, int first) {
+      constexpr int N = decltype(number)::value;
+      typename Tiles::Raw v[N][NT];
+      KDA_UNROLL
+      for (int n = 0; n < N; ++n)
+        KDA_UNROLL
+        for (int i = 0; i < blocks; ++i)
+          v[n][i] = Tiles::load_raw(
+              p.v, row_offset(chunk.first + i * kTile, head, p.H, p.V) + (first + n * blocks) * kTile,
+              int64_t(p.H) * p.V, valid_rows(chunk, i));
+      substitute<N>(
+          blocks, s, [&](int i, int n) { return Tiles::transposed(v[n][i]); },
+          [&](int i, int, const Acc& sum) {
+            if constexpr (Policy::kNarrow)
+              Tiles::first_beyond(w.beyond, sum, kLargest, chunk.first + i * kTile);
           },
-          [&](int i, Acc& x) { Tiles::template store_acc<Bounded>(blob + Layout::u(t, i), x); });
-    }
+          [&](int i, int n, Acc& x) {
+            Tiles::template store_acc<Bounded>(blob + Layout::u(first + n * blocks, i), x);
+          });
+    });
+    solve_columns(wave, blocks, KT, [&](auto number, int first) {
+      constexpr int N = decltype(number)::value;
+      substitute<N>(
+          blocks, s,
+          [&](int i, int n) {
+            return Tiles::template load_acc<Bounded>(s.rhs[i][first + n * blocks]);
+          },
+          [](int, int, const Acc&) {},
+          [&](int i, int n, Acc& x) {
+            Tiles::apply(x, [](float a) { return -a; }, x);
+            Tiles::store_blob(blob, Layout::w(i, first + n * blocks),
+                              Tiles::template right_t<Decay>(x));
+          });
+    });
+    if constexpr (Policy::kNarrow) beyond[wave] = Tiles::wave_min(w.beyond);
   }
 
  private:

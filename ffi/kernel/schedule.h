@@ -18,16 +18,49 @@ struct Schedule {
   using W = Walk<Tiles, Policy, K, C>;
   using State = typename W::State;
   using Storage = typename Tiles::Storage;
+  using Layout = Blob<Tiles, K, C>;
 
   const Problem& p;
   int64_t slab_first, slab_last;  // chunks whose blobs are in the workspace
 
-  static constexpr int64_t blob_bytes(int V) { return Blob<K, C>::bytes(V, sizeof(Storage)); }
+  static constexpr int64_t blob_bytes(int V) { return Layout::bytes(V); }
   static int64_t blobs_bytes(const Problem& p) {
     return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * blob_bytes(p.V);
   }
   static int64_t workspace_bytes(const Problem& p) {
-    return blobs_bytes(p) + (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0);
+    return blobs_bytes(p) + (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0) +
+           status_bytes(p);
+  }
+  // The end of the workspace. One word for the call, not 0 once a narrow policy met what its operands do
+  // not hold, and one for each (sequence, head, 16 rows of V): 0, or kNone - the first such token. From
+  // that token on a second pass with a wide policy writes the results; those of earlier tokens stay.
+  static constexpr int64_t status_bytes(const Problem& p) {  // on host and device
+    return (4 * (1 + p.N * p.H * (p.V / kTile)) + 127) / 128 * 128;
+  }
+  KDA_FN int32_t* status() const {
+    return reinterpret_cast<int32_t*>(static_cast<char*>(p.workspace) + p.workspace_bytes -
+                                      status_bytes(p));
+  }
+  KDA_FN int32_t* status(int64_t seq, int head, int slice) const {
+    return status() + 1 + (seq * p.H + head) * (p.V / kTile) + slice;
+  }
+  KDA_FN void report(int32_t token, int64_t seq, int head, int slice) const {
+    if (token == kNone) return;
+    *status() = 1;
+    Tiles::atomic_max(status(seq, head, slice), kNone - token);
+  }
+  KDA_FN void report(const State& state, int64_t seq, int head, int slice) const {
+    if constexpr (Policy::kNarrow) report(state.beyond, seq, head, slice);
+  }
+  // The first token whose results a pass writes, kNone: none.
+  KDA_FN int32_t writes_from(int64_t seq, int head, int slice) const {
+    return Policy::kSecond ? kNone - *status(seq, head, slice) : 0;
+  }
+  KDA_FN bool has_to(int64_t seq, int head) const {
+    bool any = !Policy::kSecond;
+    for (int slice = 0; !any && slice < p.V / kTile; ++slice)
+      any = *status(seq, head, slice) != 0;
+    return any;
   }
 
   KDA_FN SeqRow seq_row(int64_t n) const { return reinterpret_cast<const SeqRow*>(p.seqs)[n]; }
@@ -39,7 +72,10 @@ struct Schedule {
                                       ((chunk - slab_first) * p.H + head) * blob_bytes(p.V));
   }
   KDA_FN float* decay(int64_t chunk, int64_t head) const {
-    return reinterpret_cast<float*>(blob(chunk, head) + Blob<K, C>::elements(p.V));
+    return reinterpret_cast<float*>(blob(chunk, head) + Layout::elements(p.V));
+  }
+  KDA_FN int32_t* beyond(int64_t chunk, int64_t head) const {
+    return reinterpret_cast<int32_t*>(decay(chunk, head) + K);
   }
   KDA_FN float* state_of(float* states, int64_t row, int head) const {
     return states + (row * p.H + head) * (int64_t(K) * p.V);
@@ -53,10 +89,17 @@ struct Schedule {
   KDA_FN bool starts_from_state(int64_t seq) const {
     return p.initial_state && (!p.has_initial_state || p.has_initial_state[seq]);
   }
+  // Where a sequence's state comes from, null: zeros.
+  KDA_FN const float* origin(int64_t seq, int head) const {
+    return starts_from_state(seq) ? p.initial_state + (seq * p.H + head) * (int64_t(K) * p.V)
+                                  : nullptr;
+  }
   KDA_FN void start(State& state, int64_t seq, int head, int slice) const {
-    if (starts_from_state(seq)) {
-      W::load_state(state, p.initial_state + (seq * p.H + head) * (int64_t(K) * p.V),
-                    W::strides(p), slice);
+    load(state, origin(seq, head), slice);
+  }
+  KDA_FN void load(State& state, const float* from, int slice) const {
+    if (from) {
+      W::load_state(state, from, W::strides(p), slice);
     } else {
       W::zero_state(state);
     }
@@ -70,8 +113,9 @@ struct Schedule {
       const ChunkRow chunk = chunk_row(c);
       for (int slice = from; slice < to; ++slice) {
         const Storage* operands = blob(c, head);
-        W::step(p, chunk, head, slice, states(slice), operands,
-                operands + Blob<K, C>::u(slice, 0), decay(c, head));
+        states(slice).writes_from = writes_from(chunk.sequence, head, slice);
+        W::step(p, chunk, head, slice, states(slice), operands, operands + Layout::u(slice, 0),
+                decay(c, head), beyond(c, head));
         save_checkpoint(states(slice), chunk, head, slice);
       }
     }
@@ -79,7 +123,7 @@ struct Schedule {
 
   KDA_FN void save_checkpoint(const State& state, const ChunkRow& chunk, int head,
                               int slice) const {
-    if (chunk.checkpoint >= 0)
+    if (chunk.checkpoint >= 0 && chunk.first + chunk.valid > state.writes_from)
       W::store_state(state, state_of(p.checkpoint_state, chunk.checkpoint, head), W::strides(p),
                      slice);
   }
@@ -95,22 +139,19 @@ struct Schedule {
     return {begin > slab_first ? begin : slab_first, end < slab_last ? end : slab_last,
             begin >= slab_first};
   }
-  KDA_FN void enter(State& state, int64_t seq, int head, int slice, bool from_start) const {
-    if (from_start) {
-      start(state, seq, head, slice);
-    } else {
-      W::load_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
-    }
+  KDA_FN const float* entry(int64_t seq, int head, bool from_start) const {
+    return from_start ? origin(seq, head) : state_of(p.final_state, seq, head);
   }
   KDA_FN void leave(const State& state, int64_t seq, int head, int slice) const {
     W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+    report(state, seq, head, slice);
   }
   template <class States>
   KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
     const Range range = range_in_slab(seq);
     if (range.first >= range.last) return;
     for (int slice = from; slice < to; ++slice)
-      enter(states(slice), seq, head, slice, range.from_start);
+      load(states(slice), entry(seq, head, range.from_start), slice);
     walk(states, head, from, to, range.first, range.last);
     for (int slice = from; slice < to; ++slice) leave(states(slice), seq, head, slice);
   }
@@ -134,9 +175,21 @@ struct Schedule {
         W::zero_state(state);
       }
       for (int64_t c = range.first; c < range.last; ++c)
-        W::transfer(chunk_row(c), identity, slice, state, blob(c, head), decay(c, head));
+        W::transfer(chunk_row(c), identity, slice, state, blob(c, head), decay(c, head),
+                    beyond(c, head));
+      // What was met here spoils the groups behind this one, and nothing before.
+      if (state.beyond != kNone && range.first < range.last) {
+        const ChunkRow last = chunk_row(range.last - 1);
+        state.beyond = last.first + last.valid;
+      }
+      if (identity) {
+        W::store_state(state, slots().slot(seq, head, group), {K, 1}, slice);
+        for (int i = 0; Policy::kNarrow && i < slices; ++i) report(state.beyond, seq, head, i);
+        return;
+      }
     }
     W::store_state(state, slots().slot(seq, head, group), {K, 1}, slice);
+    report(state, seq, head, slice);
   }
 
   // Groups, pass 2: group `group` + 1 from the composed state.
@@ -149,6 +202,7 @@ struct Schedule {
     walk(states, head, slice, slice + 1, range.first, range.last);
     if (group + 2 == p.groups)
       W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+    report(state, seq, head, slice);
   }
 };
 

@@ -5,7 +5,7 @@
 // other. For a chunk (kernel/workspace.h names the operands):
 //
 //   v'^T = u^T + S (-w)^T          S as left operand
-//   o    = qg S^T + Aqk v'         the same registers as right operand
+//   o    = scale (qg S^T + Aqk v')        the same registers as right operand
 //   S    = S diag(2^G_last) + v'^T kg
 //
 // With groups (group_scan.h) the same body also carries the group's transfer matrix: identity rows
@@ -26,12 +26,15 @@ struct Walk {
   using Storage = typename Tiles::Storage;
   using Decay = typename Policy::Decay;
   using Bounded = typename Policy::Bounded;
-  using Layout = Blob<K, C>;
+  using Layout = Blob<Tiles, K, C>;
   static constexpr int KT = K / kTile, NT = C / kTile;
 
   struct State {
     Acc s[KT];
+    int32_t beyond;       // the first token whose v' a narrow policy does not hold
+    int32_t writes_from;  // the first token whose results are written
   };
+  using StateOperands = typename Tiles::template Left<Decay>[KT];
 
   // Strides of one [V, K] or [K, V] state.
   struct Strides {
@@ -42,111 +45,157 @@ struct Walk {
   }
 
   static KDA_FN void load_state(State& state, const float* p, Strides at, int slice) {
+    state.beyond = kNone;
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      state.s[t] = Tiles::load_f32(p + slice * kTile * at.value + t * kTile * at.channel, at.value,
-                                   at.channel);
+    for (int t = 0; t < KT; t += 2) load_pair(state.s[t], state.s[t + 1], p, at, slice, t);
+  }
+  // Channel tiles t and t + 1.
+  static KDA_FN void load_pair(Acc& a, Acc& b, const float* p, Strides at, int slice, int t) {
+    Tiles::load_state2(a, b, p + slice * kTile * at.value + t * kTile * at.channel, at.value,
+                       at.channel);
+  }
+  static KDA_FN void store_pair(const Acc& a, const Acc& b, float* p, Strides at, int slice, int t) {
+    Tiles::store_state2(p + slice * kTile * at.value + t * kTile * at.channel, at.value, at.channel,
+                        a, b);
   }
   static KDA_FN void store_state(const State& state, float* p, Strides at, int slice) {
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      Tiles::store_f32(p + slice * kTile * at.value + t * kTile * at.channel, at.value, at.channel,
-                       state.s[t]);
+    for (int t = 0; t < KT; t += 2) store_pair(state.s[t], state.s[t + 1], p, at, slice, t);
   }
   static KDA_FN void zero_state(State& state) {
+    state.beyond = kNone;
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) Tiles::zero(state.s[t]);
   }
   // Rows 16 slice.. of the [K, K] identity.
   static KDA_FN void identity_state(State& state, int slice) {
-    zero_state(state);
+    state.beyond = kNone;
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      if (t == slice) Tiles::set_identity(state.s[t]);
+    for (int t = 0; t < KT; t += 2)
+      Tiles::set_identity2(state.s[t], state.s[t + 1], (slice - t) * kTile);
   }
 
-  // v'^T for the 16 rows, token tile by token tile. `u` null: the homogeneous part alone.
-  static KDA_FN void deltas(const State& state, const Storage* blob, const Storage* u, int blocks,
-                     Acc (&delta)[NT]) {
-    typename Tiles::template Left<Decay> s[KT];
+  // v'^T of token tile i, for the 16 rows. `u`: the tile of u, null: the homogeneous part alone.
+  template <class Operands>
+  static KDA_FN void delta(Acc& d, const Operands& s, const Storage* blob, const Storage* u, int i) {
+    if (u) {
+      d = Tiles::template load_acc<Bounded>(u);
+    } else {
+      Tiles::zero(d);
+    }
+    Tiles::mma(d, KT, [&](int t) -> decltype(auto) { return (s[t]); },
+               [&](int t) -> decltype(auto) {
+                 return Tiles::template load_blob_right<Decay>(blob, Layout::w(i, t));
+               });
+  }
+
+  // o of token tile i, without its scale: what the state gives, and what the chunk itself adds. The state
+  // and v' are right operands.
+  template <class RightS>
+  static KDA_FN void output_of_state(Acc& o, const RightS& s, const Storage* blob, int i) {
+    Tiles::zero(o);
+    Tiles::mma(o, KT,
+               [&](int t) -> decltype(auto) {
+                 return Tiles::template load_blob_left<Decay>(blob, Layout::qg(i, t));
+               },
+               [&](int t) -> decltype(auto) { return (s[t]); });
+  }
+  template <class RightV>
+  static KDA_FN void output_of_chunk(Acc& o, const RightV& v, const Storage* blob, int i) {
+    Tiles::mma(o, i + 1,
+               [&](int j) -> decltype(auto) {
+                 return Tiles::template load_blob_left<Bounded>(blob, Layout::aqk(i, j));
+               },
+               [&](int j) -> decltype(auto) { return (v[j]); });
+  }
+  static KDA_FN void store_output(const Problem& p, const ChunkRow& chunk, int head, int slice, int i,
+                                  int32_t writes_from, Acc& o) {
+    const float scale = p.scale;
+    Tiles::apply(o, [=](float x) { return scale * x; }, o);
+    const int first = chunk.first + i * kTile, rows = chunk.valid - i * kTile;
+    Tiles::store(p.out, p.v.type, row_offset(first, head, p.H, p.V) + slice * kTile,
+                 int64_t(p.H) * p.V, o, Policy::kSecond ? writes_from - first : 0,
+                 rows < kTile ? rows : kTile);
+  }
+
+  // Channel tile t of the state, in two steps; `v`: v' as left operands.
+  static KDA_FN void decay_tile(Acc& s, const float* decay, int t) {
+    Tiles::apply(s, Multiply{}, s, Tiles::load_cols(decay + t * kTile));
+  }
+  template <class LeftV>
+  static KDA_FN void add_tile(Acc& s, const LeftV& v, const Storage* blob, int t, int blocks) {
+    Tiles::mma(s, blocks, [&](int i) -> decltype(auto) { return (v[i]); },
+               [&](int i) -> decltype(auto) {
+                 return Tiles::template load_blob_right<Bounded>(blob, Layout::kg(t, i));
+               });
+  }
+
+  // Notices what the operands do not hold, in v' and (`from_prologue`) before it.
+  static KDA_FN void watch(int32_t& beyond, const Acc& d, const int32_t* from_prologue, int first,
+                           int i) {
+    if constexpr (Policy::kNarrow) {
+      if (from_prologue[i] < beyond) beyond = from_prologue[i];
+      Tiles::first_beyond(beyond, d, kLargest, first + i * kTile);
+    }
+  }
+  static KDA_FN void deltas(State& state, int first, const Storage* blob, const Storage* u,
+                            const int32_t* beyond, int blocks, Acc (&d)[NT]) {
+    StateOperands s;
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template left<Decay>(state.s[t]);
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      if (u) {
-        delta[i] = Tiles::template load_acc<Bounded>(u + i * kTileElements);
-      } else {
-        Tiles::zero(delta[i]);
-      }
-      Tiles::mma(delta[i], KT, [&](int t) -> decltype(auto) { return (s[t]); },
-                 [&](int t) -> decltype(auto) {
-                   return Tiles::template load_right<Decay>(blob + Layout::w(i, t));
-                 });
+      delta(d[i], s, blob, u ? u + i * kTileElements : nullptr, i);
+      watch(state.beyond, d[i], beyond, first, i);
     }
   }
-
   static KDA_FN void outputs(const Problem& p, const ChunkRow& chunk, int head, int slice,
-                      const State& state, const Storage* blob, int blocks,
-                      const Acc (&delta)[NT]) {
+                             const State& state, const Storage* blob, int blocks,
+                             const Acc (&d)[NT]) {
     typename Tiles::template Right<Decay> s[KT];
     typename Tiles::template Right<Bounded> v[NT];
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template right<Decay>(state.s[t]);
     KDA_UNROLL
-    for (int i = 0; i < blocks; ++i) v[i] = Tiles::template right<Bounded>(delta[i]);
+    for (int i = 0; i < blocks; ++i) v[i] = Tiles::template right_clamped<Bounded>(d[i]);
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       Acc o;
-      Tiles::zero(o);
-      Tiles::mma(o, KT,
-                 [&](int t) -> decltype(auto) {
-                   return Tiles::template load_left<Decay>(blob + Layout::qg(i, t));
-                 },
-                 [&](int t) -> decltype(auto) { return (s[t]); });
-      Tiles::mma(o, i + 1,
-                 [&](int j) -> decltype(auto) {
-                   return Tiles::template load_left<Bounded>(blob + Layout::aqk(i, j));
-                 },
-                 [&](int j) -> decltype(auto) { return (v[j]); });
-      const int rows = chunk.valid - i * kTile;
-      Tiles::store(p.out, p.v.type,
-                   row_offset(int64_t(chunk.first) + i * kTile, head, p.H, p.V) + slice * kTile,
-                   int64_t(p.H) * p.V, o, rows < kTile ? rows : kTile);
+      output_of_state(o, s, blob, i);
+      output_of_chunk(o, v, blob, i);
+      store_output(p, chunk, head, slice, i, state.writes_from, o);
     }
   }
-
-  static KDA_FN void advance(State& state, const Storage* blob, const float* decay, int blocks,
-                      const Acc (&delta)[NT]) {
+  static KDA_FN void advance_all(State& state, const Storage* blob, const float* decay, int blocks,
+                                 const Acc (&d)[NT]) {
     typename Tiles::template Left<Bounded> v[NT];
     KDA_UNROLL
-    for (int i = 0; i < blocks; ++i) v[i] = Tiles::template left<Bounded>(delta[i]);
+    for (int i = 0; i < blocks; ++i) v[i] = Tiles::template left_clamped<Bounded>(d[i]);
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
-      Tiles::apply(state.s[t], [](float s, float d) { return s * d; }, state.s[t],
-                   Tiles::load_cols(decay + t * kTile));
-      Tiles::mma(state.s[t], blocks, [&](int i) -> decltype(auto) { return (v[i]); },
-                 [&](int i) -> decltype(auto) {
-                   return Tiles::template load_right<Bounded>(blob + Layout::kg(t, i));
-                 });
+      decay_tile(state.s[t], decay, t);
+      add_tile(state.s[t], v, blob, t, blocks);
     }
   }
 
   // One chunk for rows 16 slice.. of V, outputs included. `u`: the slice's tiles of u.
   static KDA_FN void step(const Problem& p, const ChunkRow& chunk, int head, int slice, State& state,
-                          const Storage* blob, const Storage* u, const float* decay) {
+                          const Storage* blob, const Storage* u, const float* decay,
+                          const int32_t* beyond) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
-    Acc delta[NT];
-    deltas(state, blob, u, blocks, delta);
-    outputs(p, chunk, head, slice, state, blob, blocks, delta);
-    advance(state, blob, decay, blocks, delta);
+    Acc d[NT];
+    deltas(state, chunk.first, blob, u, beyond, blocks, d);
+    outputs(p, chunk, head, slice, state, blob, blocks, d);
+    advance_all(state, blob, decay, blocks, d);
   }
   // The same without outputs: a group's contribution to later groups (`identity`: its matrix).
   static KDA_FN void transfer(const ChunkRow& chunk, bool identity, int slice, State& state,
-                       const Storage* blob, const float* decay) {
+                       const Storage* blob, const float* decay, const int32_t* beyond) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
-    Acc delta[NT];
-    deltas(state, blob, identity ? nullptr : blob + Layout::u(slice, 0), blocks, delta);
-    advance(state, blob, decay, blocks, delta);
+    Acc d[NT];
+    deltas(state, chunk.first, blob, identity ? nullptr : blob + Layout::u(slice, 0), beyond,
+           blocks, d);
+    advance_all(state, blob, decay, blocks, d);
   }
 };
 

@@ -1,15 +1,15 @@
 // What the prologue leaves for the walk: one contiguous blob for each (chunk, head).
 //
-// Every tile lies in the order in which the walk's lanes hold it ("native order", the tile layer's
-// business), so a tile is one contiguous piece of 256 elements. Sections, in elements of the tile
-// layer's 16-bit or float32 storage, NT = C/16, KT = K/16, VT = V/16:
+// Every tile lies in the order in which the walk reads it (the tile layer's business). Sections, in
+// elements of the tile layer's 16-bit or float32 storage, NT = C/16, KT = K/16, VT = V/16:
 //
 //   w    NT x KT  right operands  -T (beta k 2^G)            rows: token,  contraction: K
-//   qg   NT x KT  left operands   scale q 2^G                rows: token,  contraction: K
+//   qg   NT x KT  left operands   q 2^G                      rows: token,  contraction: K
 //   kg   KT x NT  right operands  (k 2^(G_last - G))^T       rows: K,      contraction: token
 //   aqk  NT(NT+1)/2 left operands masked q k^T, lower tiles  rows: token,  contraction: token
 //   u    VT x NT  accumulators    (T (beta v))^T             rows: V,      columns: token
 //   decay KT      float32 column vectors 2^G_last
+//   beyond        int32, for each 16 tokens: the first one whose values a narrow policy does not hold, or kNone
 #pragma once
 
 #include <cstdint>
@@ -20,26 +20,47 @@
 
 namespace kda {
 
-template <int K, int C>
+// Where an operand's tile lies: its first element, and how far behind it the last eight of the sixteen
+// contracted columns begin. Only layers with kSplitHalves keep the two halves apart.
+struct TileAt {
+  int offset, half;
+};
+
+constexpr int kBeyondBytes = 128;  // keeps blobs at multiples of 128 bytes
+constexpr int32_t kNone = 0x7fffffff;
+
+template <class Tiles, int K, int C>
 struct Blob {
   static constexpr int KT = K / kTile, NT = C / kTile;
-  static constexpr int64_t w(int token, int channel) {
-    return int64_t(token * KT + channel) * kTileElements;
+  static constexpr int kMatrix = NT * KT * kTileElements;
+
+  static constexpr TileAt w(int token, int channel) { return at(0, NT, KT, token, channel); }
+  static constexpr TileAt qg(int token, int channel) { return at(kMatrix, NT, KT, token, channel); }
+  static constexpr TileAt kg(int channel, int token) {
+    return at(2 * kMatrix, KT, NT, channel, token);
   }
-  static constexpr int64_t qg(int token, int channel) { return w(NT, 0) + w(token, channel); }
-  static constexpr int64_t kg(int channel, int token) {
-    return 2 * w(NT, 0) + int64_t(channel * NT + token) * kTileElements;
+  static constexpr TileAt aqk(int row, int col) {
+    if (!Tiles::kSplitHalves) return {kAqk + (row * (row + 1) / 2 + col) * kTileElements, 0};
+    const int before = col * NT - col * (col - 1) / 2;  // tiles in the columns left of this one
+    return {kAqk + before * kTileElements + (row - col) * kTileElements / 2,
+            (NT - col) * kTileElements / 2};
   }
-  static constexpr int64_t aqk(int row, int col) {
-    return 3 * w(NT, 0) + int64_t(row * (row + 1) / 2 + col) * kTileElements;
-  }
-  static constexpr int64_t u(int value, int token) {
-    return aqk(NT, 0) + int64_t(value * NT + token) * kTileElements;
-  }
+  static constexpr int u(int value, int token) { return kU + (value * NT + token) * kTileElements; }
   // Elements before the decay, which is float32 whatever the storage type is.
-  static constexpr int64_t elements(int V) { return u(V / kTile, 0); }
-  static constexpr int64_t bytes(int V, int64_t element_bytes) {
-    return elements(V) * element_bytes + K * int64_t(sizeof(float));
+  static constexpr int elements(int V) { return u(V / kTile, 0); }
+  static constexpr int64_t bytes(int V) {
+    return elements(V) * int64_t(sizeof(typename Tiles::Storage)) + kTailBytes;
+  }
+  static constexpr int kTailBytes = K * int(sizeof(float)) + kBeyondBytes;  // decay and beyond
+
+ private:
+  static constexpr int kAqk = 3 * kMatrix, kU = kAqk + NT * (NT + 1) / 2 * kTileElements;
+
+  // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
+  // step follow each other, sixteen bytes each, so that a matrix unit can read them all.
+  static constexpr TileAt at(int base, int rows, int steps, int row, int step) {
+    if (!Tiles::kSplitHalves) return {base + (row * steps + step) * kTileElements, 0};
+    return {base + step * rows * kTileElements + row * kTileElements / 2, rows * kTileElements / 2};
   }
 };
 

@@ -1,0 +1,133 @@
+// Copies from global to shared memory beside the work: bulk copies that count on an mbarrier (sm_90), else
+// cp.async.
+#pragma once
+
+#include <cstdint>
+
+#include "../kernel/target.h"
+#include "vendor.h"
+
+namespace kda {
+inline namespace KDA_ISA {
+
+KDA_FN unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+struct Barrier {  // in shared memory
+  uint64_t word;
+
+  KDA_FN void init(int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&word)), "r"(count)
+                 : "memory");
+  }
+  static KDA_FN void fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  KDA_FN void expect(int bytes) {  // arrives, and waits for this many bytes
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&word)),
+                 "r"(bytes)
+                 : "memory");
+  }
+  KDA_FN void arrive() {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
+  }
+  KDA_FN void wait(int parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n"
+        "WAIT:\n\tmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "\t@!done bra WAIT;\n\t}" ::"r"(shared_address(&word)),
+        "r"(parity)
+        : "memory");
+  }
+  // 16-byte multiples, by one thread.
+  KDA_FN void copy(void* to, const void* from, int bytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&word))
+        : "memory");
+  }
+};
+#endif
+
+// A chunk's operands in shared memory, for `Slices` neighbouring slices of V.
+template <class Tiles, int K, int C, int Slices>
+struct WalkStage {
+  using Storage = typename Tiles::Storage;
+  using Layout = Blob<Tiles, K, C>;
+  static constexpr int kSliceElements = C / kTile * kTileElements;
+  alignas(128) Storage operands[Layout::u(0, 0)];
+  alignas(128) Storage u[Slices * kSliceElements];
+  alignas(128) float decay[K];
+  int32_t beyond[kBeyondBytes / 4];
+  static constexpr int kBytes =
+      int(sizeof(Storage)) * (Layout::u(0, 0) + Slices * kSliceElements) + Layout::kTailBytes;
+
+  // copy(to, from, bytes) for all of it.
+  template <class Copy>
+  KDA_FN void fetch(const Storage* blob, const float* tail, int slice, Copy copy) {
+    copy(operands, blob, int(sizeof operands));
+    copy(u, blob + Layout::u(slice, 0), int(sizeof u));
+    copy(decay, tail, Layout::kTailBytes);
+  }
+};
+
+// cp.async by all threads of a block, 16 bytes each.
+struct CopyByAll {
+  KDA_FN void operator()(void* to, const void* from, int bytes) const {
+    for (int i = 16 * int(threadIdx.x); i < bytes; i += 16 * int(blockDim.x))
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                       shared_address(static_cast<char*>(to) + i)),
+                   "l"(static_cast<const char*>(from) + i)
+                   : "memory");
+  }
+  static KDA_FN void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  template <int Left>
+  static KDA_FN void wait() {  // until at most `Left` groups of this thread are on their way
+    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+  }
+};
+
+// The stages of a walk as a ring: chunk n of a block's chunks is in stage n % Stages. `fetch` is called by
+// all threads, `wait` before a chunk is read; between the last read of a stage and the next fetch into it
+// there is a block barrier.
+template <class Stage, int Stages>
+struct Ring {
+  Stage stage[Stages];
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  Barrier full[Stages];
+
+  KDA_FN void init() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < Stages; ++i) full[i].init(1);
+      Barrier::fence_init();
+    }
+    __syncthreads();
+  }
+  template <class Storage>
+  KDA_FN void fetch(int n, int last, const Storage* blob, const float* tail, int slice) {
+    if (n >= last || threadIdx.x != blockDim.x / 2) return;
+    Barrier& b = full[n % Stages];
+    b.expect(Stage::kBytes);
+    stage[n % Stages].fetch(blob, tail, slice, [&](void* to, const void* from, int bytes) {
+      b.copy(to, from, bytes);
+    });
+  }
+  KDA_FN void wait(int n) { full[n % Stages].wait(n / Stages & 1); }
+#else
+  KDA_FN void init() {}
+  template <class Storage>
+  KDA_FN void fetch(int n, int last, const Storage* blob, const float* tail, int slice) {
+    if (n < last) stage[n % Stages].fetch(blob, tail, slice, CopyByAll{});
+    CopyByAll::commit();
+  }
+  KDA_FN void wait(int) {
+    CopyByAll::wait<Stages - 1>();
+    __syncthreads();
+  }
+#endif
+  KDA_FN Stage& operator[](int n) { return stage[n % Stages]; }
+};
+
+}  // namespace KDA_ISA
+}  // namespace kda

@@ -1,0 +1,119 @@
+// The walk of one slice by two sets of warps, for calls with few slices: one carries the recurrence, the other
+// makes the outputs. Each warp of a set has 16 tokens; between the two halves of a step v' and the state go
+// through shared memory, where the recurrence's warps own some channels of the state each.
+#pragma once
+
+#include "kernels.h"
+#include "nvidia_async.h"
+
+namespace kda {
+inline namespace KDA_ISA {
+
+template <class Tiles, int K, int C, int Stages>
+struct SplitWalkMemory {
+  Ring<WalkStage<Tiles, K, C, 1>, Stages> ring;
+  alignas(128) typename Tiles::Storage state[K / kTile][kTileElements];  // left operands
+  alignas(128) typename Tiles::Storage delta[C / kTile][kTileElements];  // v', likewise
+};
+
+template <class Tiles, class Policy, int K, int C, int Stages>
+__global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
+    split_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
+  using S = Schedule<Tiles, Policy, K, C>;
+  using W = typename S::W;
+  using Acc = typename Tiles::Acc;
+  using Decay = typename Policy::Decay;
+  using Bounded = typename Policy::Bounded;
+  constexpr int NT = C / kTile, KT = K / kTile, kOwn = KT / NT;
+  static_assert(kOwn % 2 == 0, "a warp stores pairs of channel tiles");
+
+  extern __shared__ __attribute__((aligned(128))) char memory[];
+  auto& m = *reinterpret_cast<SplitWalkMemory<Tiles, K, C, Stages>*>(memory);
+  const S s{p, slab_first, slab_last};
+  const int slices = p.V / kTile, slice = int(blockIdx.x % slices);
+  const int64_t row = blockIdx.x / slices, seq = row / p.H;
+  const int head = int(row % p.H);
+  const typename S::Range range = s.range_in_slab(seq);
+  const int first = int(range.first), count = int(range.last - range.first);
+  if (count <= 0) return;
+
+  auto fetch = [&](int n) {
+    const int c = first + (n < count ? n : 0);
+    m.ring.fetch(n, count, s.blob(c, head), s.decay(c, head), slice);
+  };
+  m.ring.init();
+  for (int n = 0; n < Stages; ++n) fetch(n);
+
+  const int wave = wave_index<Tiles>(), part = wave % NT, tile = part * kOwn;
+  const bool recurrence = wave < NT;
+  const typename W::Strides strides = W::strides(p);
+  int32_t beyond = kNone;
+  Acc own[kOwn];  // channel tiles tile.. of the state
+  auto publish = [&] {
+    KDA_UNROLL
+    for (int j = 0; j < kOwn; ++j)
+      Tiles::store(m.state[tile + j], Tiles::template left<Decay>(own[j]));
+  };
+  auto save = [&](float* to) {
+    KDA_UNROLL
+    for (int j = 0; j < kOwn; j += 2)
+      W::store_pair(own[j], own[j + 1], to, strides, slice, tile + j);
+  };
+  if (recurrence) {
+    const float* from = s.entry(seq, head, range.from_start);
+    KDA_UNROLL
+    for (int j = 0; j < kOwn; j += 2) {
+      Tiles::zero(own[j]), Tiles::zero(own[j + 1]);
+      if (from) W::load_pair(own[j], own[j + 1], from, strides, slice, tile + j);
+    }
+    publish();
+  }
+  __syncthreads();
+
+  ChunkRow next = s.chunk_row(first);
+  for (int n = 0; n < count; ++n) {
+    const ChunkRow chunk = next;
+    if (n + 1 < count) next = s.chunk_row(first + n + 1);
+    m.ring.wait(n);
+    const auto& stage = m.ring[n];
+    Acc x;  // v' or o
+    {
+      typename W::StateOperands state;
+      KDA_UNROLL
+      for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
+      if (recurrence) {
+        W::delta(x, state, stage.operands, stage.u + part * kTileElements, part);
+        Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
+        KDA_UNROLL
+        for (int j = 0; j < kOwn; ++j) W::decay_tile(own[j], stage.decay, tile + j);
+        W::watch(beyond, x, stage.beyond, chunk.first, part);
+      } else {
+        W::output_of_state(x, state, stage.operands, part);
+      }
+    }
+    __syncthreads();
+    typename Tiles::template Left<Bounded> v[NT];
+    KDA_UNROLL
+    for (int i = 0; i < NT; ++i) v[i] = Tiles::template load_left<Bounded>(m.delta[i]);
+    if (recurrence) {
+      KDA_UNROLL
+      for (int j = 0; j < kOwn; ++j) W::add_tile(own[j], v, stage.operands, tile + j, NT);
+      publish();
+      if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
+    } else {
+      KDA_UNROLL
+      for (int i = 0; i < NT; ++i)
+        if (i == part) W::output_of_chunk(x, v, stage.operands, i);
+      W::store_output(p, chunk, head, slice, part, 0, x);
+    }
+    __syncthreads();
+    fetch(n + Stages);
+  }
+  if (recurrence) {
+    save(s.state_of(p.final_state, seq, head));
+    s.report(beyond, seq, head, slice);
+  }
+}
+
+}  // namespace KDA_ISA
+}  // namespace kda
