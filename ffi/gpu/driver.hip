@@ -2,13 +2,14 @@
 // source language; nvcc builds this file with -x cu.
 #include "driver.h"
 
-#include <atomic>
+#include <algorithm>
 #include <mutex>
 
 #include "kernels.h"
 #include "vendor.h"
 #if defined(__CUDACC__)
 #include "hopper_walk.h"
+#include "nvidia_prologue.h"
 #include "nvidia_split_walk.h"
 #include "nvidia_tiles.h"
 #else
@@ -47,6 +48,7 @@ hipError_t launch(void (*kernel)(Args...), int64_t blocks, int y, int threads, s
 struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // that a block may have
+  int all_shared_bytes = 0;  // of a multiprocessor
   bool wgmma = false;
 };
 
@@ -72,7 +74,29 @@ struct GpuDriver {
   template <int Groups>
   using HopperMemory = HopperWalkMemory<Staged, K, C, Groups, 3>;
 
+  using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
+  static constexpr bool kStages = K == 128 && C == 64 && !Unbounded;
+  static constexpr size_t kReserved = 1024;  // by CUDA, of each block
+  static bool stages(const Problem& p, const Device& device) {
+    return kStages && p.g.type == p.q.type &&
+           size_t(device.all_shared_bytes) >= 2 * (sizeof(StagedMemory) + kReserved);
+  }
+
+  static hipError_t prologue(const Problem& p, hipStream_t stream, const Device& device, int first,
+                             int last) {
+    const int64_t tasks = int64_t(last - first) * p.H, resident = 2 * device.multiprocessors;
+    if constexpr (kStages)
+      if (stages(p, device))
+        return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,
+                      tasks < resident ? tasks : resident, 1, kThreads, sizeof(StagedMemory), stream,
+                      Problem(p), first, last);
+    return direct_prologue<P>(p, stream, tasks, first, last);
+  }
+
   static std::string prepare_walks(const Device& device) {
+    if constexpr (kStages)
+      if (size_t(device.shared_bytes) >= sizeof(StagedMemory))
+        KDA_TRY(allow(staged_prologue_kernel<T, Policy, K, C, Unbounded>, sizeof(StagedMemory)));
     if constexpr (kSplits) {
       if (device.shared_bytes >= int(sizeof(SplitMemory<3>)))
         KDA_TRY(allow(split_walk_kernel<Staged, Policy, K, C, 3>, sizeof(SplitMemory<3>)));
@@ -111,11 +135,24 @@ struct GpuDriver {
     return simple_walk<Policy>(p, stream, slices, first, last);
   }
 #else
+  static hipError_t prologue(const Problem& p, hipStream_t stream, const Device&, int first,
+                             int last) {
+    return direct_prologue<P>(p, stream, int64_t(last - first) * p.H, first, last);
+  }
   static std::string prepare_walks(const Device&) { return ""; }
   static hipError_t walk(const Problem& p, hipStream_t stream, const Device&, int first, int last) {
     return simple_walk<Policy>(p, stream, p.N * p.H * (p.V / kTile), first, last);
   }
 #endif
+  static constexpr int kThreads = C / kTile * T::kWave;
+  template <class Prologue>
+  static hipError_t direct_prologue(const Problem& p, hipStream_t stream, int64_t blocks, int first,
+                                    int last) {
+    return launch(Prologue::kWide ? prologue_kernel<T, WidePolicy, K, C, true>
+                                  : prologue_kernel<T, Policy, K, C, Unbounded>,
+                  blocks, 1, kThreads, sizeof(typename Prologue::Shared), stream, Problem(p), first,
+                  last);
+  }
   template <class Policy>
   static hipError_t simple_walk(const Problem& p, hipStream_t stream, int64_t waves, int first,
                                 int last) {
@@ -139,6 +176,8 @@ struct GpuDriver {
       KDA_TRY(hipDeviceGetAttribute(&minor, hipDeviceAttributeComputeCapabilityMinor, id));
 #if defined(__CUDACC__)
       KDA_TRY(hipDeviceGetAttribute(&d.shared_bytes, hipDeviceAttributeSharedMemPerBlockOptin, id));
+      KDA_TRY(hipDeviceGetAttribute(&d.all_shared_bytes,
+                                    hipDeviceAttributeMaxSharedMemoryPerMultiprocessor, id));
 #endif
 #if defined(KDA_SM90A)
       d.wgmma = major == 9 && minor == 0;
@@ -152,25 +191,18 @@ struct GpuDriver {
     return "";
   }
 
-  static constexpr int kFillBlocks = 64;
-
   static std::string run(const Problem& p, hipStream_t stream) {
     Device device;
     if (std::string error = prepare(&device); !error.empty()) return error;
-    const int walk_threads = kWalkWaves * T::kWave, threads = C / kTile * T::kWave;
+    const int walk_threads = kWalkWaves * T::kWave;
     const int64_t slab = p.groups > 1 || p.NC == 0 ? p.NC : p.slab_chunks;
     auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
-    int64_t first = 0;
-    do {  // also without chunks: something may be to fill
-      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
-      KDA_TRY(launch(prologue_kernel<T, Policy, K, C, Unbounded>,
-                     tasks + (first == 0 ? kFillBlocks : 0), 1, threads, sizeof(typename P::Shared),
-                     stream, Problem(p), int(first), int(last), int(tasks)));
-      if (p.groups == 1 && tasks) KDA_TRY(walk(p, stream, device, int(first), int(last)));
-      first = last;
-    } while (first < p.NC);
-    if (p.NC == 0) return "";
-    if (p.groups > 1) {
+    for (int64_t first = 0; first < p.NC; first += slab) {
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC;
+      KDA_TRY(prologue(p, stream, device, int(first), int(last)));
+      if (p.groups == 1) KDA_TRY(walk(p, stream, device, int(first), int(last)));
+    }
+    if (p.groups > 1 && p.NC > 0) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupFirst>,
                      waves(heads * between * (slices + K / kTile)), 1, walk_threads, 0, stream,
@@ -180,16 +212,14 @@ struct GpuDriver {
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupSecond>,
                      waves(heads * between * slices), 1, walk_threads, 0, stream, Problem(p)));
     }
-    // Where fp16 was too narrow; nearly always these find nothing to do.
-    for (first = 0; first < p.NC; first += slab) {
-      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
-      const int64_t most = 2 * device.multiprocessors, blocks = tasks < most ? tasks : most;
-      const int64_t slices = p.N * p.H * (p.V / kTile);
-      KDA_TRY(launch(prologue_kernel<T, WidePolicy, K, C, true>, blocks, 1, threads,
-                     sizeof(typename P2::Shared), stream, Problem(p), int(first), int(last),
-                     int(blocks)));
-      KDA_TRY(simple_walk<WidePolicy>(
-          p, stream, slices < most * kWalkWaves ? slices : most * kWalkWaves, int(first), int(last)));
+    // What no chunk writes, and what fp16 was too narrow for: nearly always nothing.
+    const int64_t most = 2 * device.multiprocessors;
+    const int64_t second_waves = std::min<int64_t>(p.N * p.H * (p.V / kTile), most * kWalkWaves);
+    for (int64_t first = 0; first == 0 || first < p.NC; first += slab) {
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC;
+      KDA_TRY(direct_prologue<P2>(p, stream, most, int(first), int(last)));
+      if (last == first) break;
+      KDA_TRY(simple_walk<WidePolicy>(p, stream, second_waves, int(first), int(last)));
     }
     return "";
   }

@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kGroupSlices* Groups * 32, 1)
     if (n >= count || threadIdx.x != 0) return;
     Barrier& full = m.full[n % Stages];
     if (n >= Stages) m.empty[n % Stages].wait((n / Stages - 1) & 1);
-    full.expect(int(sizeof(m.stage[0].operands)) + int(sizeof(m.stage[0].u)) + Layout::kTailBytes);
+    full.expect(m.stage[0].kBytes);
     m.stage[n % Stages].fetch(
-        s.blob(first + n, head), s.decay(first + n, head), first_slice,
+        s, first + n, head, first_slice,
         [&](void* to, const void* from, int bytes) { full.copy(to, from, bytes); });
   };
   for (int n = 0; n < Stages - 1; ++n) fetch(n);
@@ -60,14 +60,12 @@ __global__ void __launch_bounds__(kGroupSlices* Groups * 32, 1)
   const int slice = first_slice + wave;
   typename S::State state;
   s.load(state, s.entry(seq, head, range.from_start), slice);
-  ChunkRow next = s.chunk_row(first);
   for (int n = 0; n < count; ++n) {
-    const ChunkRow chunk = next;
-    if (n + 1 < count) next = s.chunk_row(first + n + 1);
     fetch(n + Stages - 1);  // into the stage of the step before
     m.full[n % Stages].wait(n / Stages & 1);
     const auto& stage = m.stage[n % Stages];
     const auto* operands = stage.operands;
+    const ChunkRow chunk = stage.row;
 
     Acc d[NT], o[NT];
     typename W::StateOperands packed;

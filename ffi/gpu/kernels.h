@@ -33,62 +33,86 @@ struct OneState {
 };
 
 // What no chunk writes: rows of no sequence, padded states, final states of empty sequences. XLA does
-// not clear results. Also clears the status of the call. `part` of `parts` blocks.
+// not clear results.
 template <class S>
-KDA_FN void fill(const S& s, int64_t part, int64_t parts) {
+KDA_FN void fill(const S& s) {
   const Problem& p = s.p;
-  const int64_t size = int64_t(p.H) * p.K * p.V, step = parts * blockDim.x;
-  const int64_t from = part * blockDim.x + threadIdx.x;
-  for (int64_t i = from; i < S::status_bytes(p) / 4; i += step) s.status()[i] = 0;
-  for (int64_t n = 0; n < p.N; ++n) {
+  const int64_t size = int64_t(p.H) * p.K * p.V;
+  auto clear = [&](float* to, const float* from) {
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) to[i] = from ? from[i] : 0.0f;
+  };
+  for (int64_t n = blockIdx.x; n < p.N; n += gridDim.x) {
     const SeqRow row = s.seq_row(n);
     if (row.num_chunks > 0) continue;
     const bool keep = row.length == 0 && s.starts_from_state(n);
-    for (int64_t i = from; i < size; i += step)
-      p.final_state[n * size + i] = keep ? p.initial_state[n * size + i] : 0.0f;
+    clear(p.final_state + n * size, keep ? p.initial_state + n * size : nullptr);
   }
-  for (int64_t m = 0; m < p.M; ++m)
-    if (p.checkpoints[2 * m] < 0)
-      for (int64_t i = from; i < size; i += step) p.checkpoint_state[m * size + i] = 0.0f;
+  for (int64_t m = blockIdx.x; m < p.M; m += gridDim.x)
+    if (p.checkpoints[2 * m] < 0) clear(p.checkpoint_state + m * size, nullptr);
   int64_t used = 0;
   if (p.N > 0) {  // sequences lie one after the other; padding has length -1
     const SeqRow last = s.seq_row(p.N - 1);
     used = last.first + (last.length > 0 ? last.length : 0);
   }
-  const int64_t width = int64_t(p.H) * p.V;
+  const int64_t width = int64_t(p.H) * p.V, step = int64_t(gridDim.x) * blockDim.x;
   auto* out = static_cast<uint16_t*>(p.out);
-  for (int64_t i = used * width + from; i < p.T * width; i += step) out[i] = 0;
+  for (int64_t i = used * width + int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.T * width;
+       i += step)
+    out[i] = 0;
 }
 
-// Blocks below `tasks` take the (chunk of the slab, head)s in turn, one wave for each 16 tokens; the others
-// fill. With a second policy there are few blocks, and nearly always nothing to do.
+// The first pass clears the status of the call, before any walk writes it.
+template <class S>
+KDA_FN void clear_status(const S& s) {
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < S::status_bytes(s.p) / 4;
+       i += int64_t(gridDim.x) * blockDim.x)
+    s.status()[i] = 0;
+}
+
+// The roles of one (chunk, head), one wave for each 16 tokens; `loaded` runs when the inputs are in registers.
+template <class P, class S, class Inputs, class Loaded>
+KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, int wave,
+                        const Inputs& inputs, typename P::Shared& shared, Loaded loaded) {
+  auto* blob = s.blob(chunk, head);
+  typename P::Wave w;
+  P::load(s.p, row, head, wave, inputs, w, shared);
+  __syncthreads();
+  loaded();
+  P::channels(wave, P::NT, shared, s.decay(chunk, head));
+  __syncthreads();
+  P::factors(wave, P::NT, w, shared, blob);
+  __syncthreads();
+  P::values(s.p, row, head, wave, P::NT, w);
+  P::scores(wave, w, shared, blob);
+  __syncthreads();
+  P::solve(s.p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
+}
+
+// One block for each (chunk of the slab, head), or with a second policy a few blocks for all of them, and
+// nearly always nothing to do but to fill.
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
-    prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, int tasks) {
+    prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
   using P = Prologue<Tiles, Policy, K, C, Unbounded>;
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& shared = *reinterpret_cast<typename P::Shared*>(memory);
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
-  if (int(blockIdx.x) >= tasks) return fill(s, blockIdx.x - tasks, gridDim.x - tasks);
+  if (slab_first == 0) {
+    if constexpr (Policy::kSecond) {
+      fill(s);
+    } else {
+      clear_status(s);
+    }
+  }
   if (Policy::kSecond && *s.status() == 0) return;
-  const int all = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
-  for (int i = blockIdx.x; i < all; i += tasks) {
+  const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
+  for (int i = blockIdx.x; i < tasks; i += gridDim.x) {
     const int chunk = slab_first + i / p.H, head = i % p.H;
     const ChunkRow row = s.chunk_row(chunk);
     if (row.sequence < 0) return;  // padding, and all that follows
     if (!s.has_to(row.sequence, head)) continue;
-    auto* blob = s.blob(chunk, head);
-    typename P::Wave w;
-    P::load(p, row, head, wave, w, shared);
-    __syncthreads();
-    P::channels(wave, P::NT, shared, s.decay(chunk, head));
-    __syncthreads();
-    P::factors(wave, P::NT, w, shared, blob);
-    __syncthreads();
-    P::scores(wave, w, shared, blob);
-    __syncthreads();
-    P::solve(p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
-    if (i + tasks < all) __syncthreads();
+    prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {});
+    if (Policy::kSecond) __syncthreads();
   }
 }
 

@@ -60,15 +60,18 @@ struct WalkStage {
   alignas(128) Storage u[Slices * kSliceElements];
   alignas(128) float decay[K];
   int32_t beyond[kBeyondBytes / 4];
-  static constexpr int kBytes =
-      int(sizeof(Storage)) * (Layout::u(0, 0) + Slices * kSliceElements) + Layout::kTailBytes;
+  alignas(16) ChunkRow row;
+  static constexpr int kBytes = int(sizeof(Storage)) * (Layout::u(0, 0) + Slices * kSliceElements) +
+                                Layout::kTailBytes + int(sizeof(ChunkRow));
 
   // copy(to, from, bytes) for all of it.
-  template <class Copy>
-  KDA_FN void fetch(const Storage* blob, const float* tail, int slice, Copy copy) {
+  template <class S, class Copy>
+  KDA_FN void fetch(const S& s, int64_t chunk, int head, int slice, Copy copy) {
+    const Storage* blob = s.blob(chunk, head);
     copy(operands, blob, int(sizeof operands));
     copy(u, blob + Layout::u(slice, 0), int(sizeof u));
-    copy(decay, tail, Layout::kTailBytes);
+    copy(decay, s.decay(chunk, head), Layout::kTailBytes);
+    copy(&row, reinterpret_cast<const ChunkRow*>(s.p.chunks) + chunk, int(sizeof row));
   }
 };
 
@@ -104,21 +107,21 @@ struct Ring {
     }
     __syncthreads();
   }
-  template <class Storage>
-  KDA_FN void fetch(int n, int last, const Storage* blob, const float* tail, int slice) {
-    if (n >= last || threadIdx.x != blockDim.x / 2) return;
+  template <class S>
+  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head, int slice) {
+    if (n >= count || threadIdx.x != blockDim.x / 2) return;
     Barrier& b = full[n % Stages];
     b.expect(Stage::kBytes);
-    stage[n % Stages].fetch(blob, tail, slice, [&](void* to, const void* from, int bytes) {
+    stage[n % Stages].fetch(s, first + n, head, slice, [&](void* to, const void* from, int bytes) {
       b.copy(to, from, bytes);
     });
   }
   KDA_FN void wait(int n) { full[n % Stages].wait(n / Stages & 1); }
 #else
   KDA_FN void init() {}
-  template <class Storage>
-  KDA_FN void fetch(int n, int last, const Storage* blob, const float* tail, int slice) {
-    if (n < last) stage[n % Stages].fetch(blob, tail, slice, CopyByAll{});
+  template <class S>
+  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head, int slice) {
+    if (n < count) stage[n % Stages].fetch(s, first + n, head, slice, CopyByAll{});
     CopyByAll::commit();
   }
   KDA_FN void wait(int) {

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   using Acc = typename Tiles::Acc;
   using Decay = typename Policy::Decay;
   using Bounded = typename Policy::Bounded;
+  using Layout = typename S::Layout;
   constexpr int NT = C / kTile, KT = K / kTile, kOwn = KT / NT;
   static_assert(kOwn % 2 == 0, "a warp stores pairs of channel tiles");
 
@@ -37,12 +38,8 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   const int first = int(range.first), count = int(range.last - range.first);
   if (count <= 0) return;
 
-  auto fetch = [&](int n) {
-    const int c = first + (n < count ? n : 0);
-    m.ring.fetch(n, count, s.blob(c, head), s.decay(c, head), slice);
-  };
   m.ring.init();
-  for (int n = 0; n < Stages; ++n) fetch(n);
+  for (int n = 0; n < Stages; ++n) m.ring.fetch(n, count, s, first, head, slice);
 
   const int wave = wave_index<Tiles>(), part = wave % NT, tile = part * kOwn;
   const bool recurrence = wave < NT;
@@ -68,46 +65,70 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     }
     publish();
   }
-  __syncthreads();
 
-  ChunkRow next = s.chunk_row(first);
-  for (int n = 0; n < count; ++n) {
-    const ChunkRow chunk = next;
-    if (n + 1 < count) next = s.chunk_row(first + n + 1);
+  // What a step takes from its stage is in registers before the barrier behind which it is used: w or qg and u
+  // for the first half, kg or Aqk for the second.
+  using Halves = typename Tiles::template Left<Decay>;
+  using Others = typename Tiles::template Left<Bounded>;
+  Halves ahead[KT];
+  Acc x;  // v' or o
+  auto load_ahead = [&](int n) {
     m.ring.wait(n);
     const auto& stage = m.ring[n];
-    Acc x;  // v' or o
-    {
-      typename W::StateOperands state;
+    KDA_UNROLL
+    for (int t = 0; t < KT; ++t)
+      ahead[t] = Tiles::template load_blob<Decay>(
+          stage.operands, recurrence ? Layout::w(part, t) : Layout::qg(part, t));
+    if (recurrence) x = Tiles::template load_acc<Bounded>(stage.u + part * kTileElements);
+  };
+  load_ahead(0);
+  __syncthreads();
+  for (int n = 0; n < count; ++n) {
+    const auto& stage = m.ring[n];
+    const ChunkRow chunk = stage.row;
+    typename W::StateOperands state;
+    KDA_UNROLL
+    for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
+    auto operand = [&](int t) -> decltype(auto) { return (ahead[t]); };
+    Others second[kOwn * NT > NT ? kOwn * NT : NT];
+    if (recurrence) {
+      W::delta(x, state, operand);
+      Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
       KDA_UNROLL
-      for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
-      if (recurrence) {
-        W::delta(x, state, stage.operands, stage.u + part * kTileElements, part);
-        Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
+      for (int j = 0; j < kOwn; ++j) {
+        W::decay_tile(own[j], stage.decay, tile + j);
         KDA_UNROLL
-        for (int j = 0; j < kOwn; ++j) W::decay_tile(own[j], stage.decay, tile + j);
-        W::watch(beyond, x, stage.beyond, chunk.first, part);
-      } else {
-        W::output_of_state(x, state, stage.operands, part);
+        for (int i = 0; i < NT; ++i)
+          second[j * NT + i] =
+              Tiles::template load_blob<Bounded>(stage.operands, Layout::kg(tile + j, i));
+      }
+      W::watch(beyond, x, stage.beyond, chunk.first, part);
+    } else {
+      W::output_of_state(x, state, operand);
+      KDA_UNROLL
+      for (int j = 0; j < NT; ++j) {
+        Tiles::zero(second[j]);
+        if (j <= part)
+          second[j] = Tiles::template load_blob<Bounded>(stage.operands, Layout::aqk(part, j));
       }
     }
     __syncthreads();
-    typename Tiles::template Left<Bounded> v[NT];
+    m.ring.fetch(n + Stages, count, s, first, head, slice);  // nobody needs this stage any more
+    Others v[NT];
     KDA_UNROLL
     for (int i = 0; i < NT; ++i) v[i] = Tiles::template load_left<Bounded>(m.delta[i]);
     if (recurrence) {
       KDA_UNROLL
-      for (int j = 0; j < kOwn; ++j) W::add_tile(own[j], v, stage.operands, tile + j, NT);
+      for (int j = 0; j < kOwn; ++j)
+        W::add_tile(own[j], v, NT, [&](int i) -> decltype(auto) { return (second[j * NT + i]); });
       publish();
       if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
     } else {
-      KDA_UNROLL
-      for (int i = 0; i < NT; ++i)
-        if (i == part) W::output_of_chunk(x, v, stage.operands, i);
+      W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (second[j]); });
       W::store_output(p, chunk, head, slice, part, 0, x);
     }
+    if (n + 1 < count) load_ahead(n + 1);
     __syncthreads();
-    fetch(n + Stages);
   }
   if (recurrence) {
     save(s.state_of(p.final_state, seq, head));

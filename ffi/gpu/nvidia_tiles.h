@@ -80,6 +80,10 @@ struct NvidiaTiles {
     KDA_UNROLL
     for (int e = 0; e < 8; ++e) a.x[e] = 0;
   }
+  template <class Op>
+  static KDA_FN void zero(Operand<Op>& a) {
+    a = {{0, 0, 0, 0}};
+  }
   // Two tiles of neighbouring channels: 1 where the channel is row + offset.
   static KDA_FN void set_identity2(Acc& a, Acc& b, int offset) {
     KDA_UNROLL
@@ -148,15 +152,15 @@ struct NvidiaTiles {
     for (int e = 0; e < 8; ++e) a.x[e] += row(e) == col(e) ? at(d, e) : 0.0f;
   }
 
-  // `first` = the smallest `token` + column where |a| is not within the limit.
+  // `first` = the smallest `token` + column where |a| is beyond the limit; NaN is let pass.
   static KDA_FN void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
-    unsigned most = 0;  // as an integer, since NaN then is the largest
+    float most = 0;
     KDA_UNROLL
-    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(a.x[e]) & 0x7fffffffu);
-    if (most <= __float_as_uint(limit)) return;
+    for (int e = 0; e < 8; ++e) most = fmaxf(most, fabsf(a.x[e]));
+    if (most <= limit) return;
     KDA_UNROLL
     for (int e = 0; e < 8; ++e)
-      if (!(fabsf(a.x[e]) <= limit)) first = min(first, token + token_col(e));
+      if (fabsf(a.x[e]) > limit) first = min(first, token + token_col(e));
   }
   static KDA_FN int32_t wave_min(int32_t x) { return __reduce_min_sync(~0u, x); }
   static KDA_FN void atomic_max(int32_t* p, int32_t value) { atomicMax(p, value); }
@@ -188,18 +192,18 @@ struct NvidiaTiles {
     const bool odd = group() & 1;
     return {{shuffle(odd ? a.x[1] : a.x[0], from), shuffle(odd ? a.x[7] : a.x[6], from)}};
   }
-  // Down the tokens, inclusive. A lane adds its two tokens to the sum of those before them.
+  // Down the tokens, inclusive. A lane adds its two tokens to the sum of those before them; what a shuffle
+  // brings from no lane is multiplied with 0.
   static KDA_FN void cumsum_rows(Acc& a) {
+    const float has[3] = {lane() >= 4 ? 1.0f : 0.0f, lane() >= 8 ? 1.0f : 0.0f,
+                          lane() >= 16 ? 1.0f : 0.0f};
     KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int e = (i & 1) + 4 * (i >> 1);
-      float before = __shfl_up_sync(~0u, a.x[e] + a.x[e + 2], 4);
-      before = group() >= 1 ? before : 0.0f;
+      float before = has[0] * __shfl_up_sync(~0u, a.x[e] + a.x[e + 2], 4);
       KDA_UNROLL
-      for (int d = 4; d < 32; d *= 2) {
-        const float above = __shfl_up_sync(~0u, before, d);
-        before += lane() >= d ? above : 0.0f;
-      }
+      for (int level = 0; level < 3; ++level)
+        before += has[level] * __shfl_up_sync(~0u, before, 4 << level);
       a.x[e] += before;
       a.x[e + 2] += a.x[e];
     }
@@ -227,14 +231,16 @@ struct NvidiaTiles {
     for (int j = 0; j < kTile - 1; ++j) {
       const int l = (j >> 1) * 4 + quarter(), c = (j >> 1 & 1) + 4 * (j & 1);
       const int holder = (lane() & ~3) + (j >> 2);  // lane of this row that holds column j
-      const float factor[2] = {shuffle(a.x[c], holder), shuffle(a.x[c + 2], holder)};
+      float factor[2] = {shuffle(a.x[c], holder), shuffle(a.x[c + 2], holder)};
+      KDA_UNROLL
+      for (int i = 0; i < 2; ++i) factor[i] = token_row(2 * i) > j ? factor[i] : 0.0f;
       float done[4];
       KDA_UNROLL
       for (int i = 0; i < 4; ++i)
         done[i] = shuffle(t.x[(i & 1) + 4 * (i >> 1) + 2 * (j & 1)], l);
       KDA_UNROLL
       for (int e = 0; e < 8; ++e)
-        if (token_row(e) > j) t.x[e] -= factor[e >> 1 & 1] * done[(e >> 2) * 2 + (e & 1)];
+        t.x[e] -= factor[e >> 1 & 1] * done[(e >> 2) * 2 + (e & 1)];
     }
     return t;
   }
@@ -483,6 +489,7 @@ struct NvidiaTiles {
     a = {{p[0], p[1], p[2], p[3]}};
     b = {{p[4], p[5], p[6], p[7]}};
   }
+  static KDA_FN void unpack(Acc& a, const Raw& x) { a = unpack_all<Io>(x.r); }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     RowVec v;
     KDA_UNROLL

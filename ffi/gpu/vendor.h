@@ -16,6 +16,8 @@ constexpr cudaDeviceAttr hipDeviceAttributeComputeCapabilityMajor = cudaDevAttrC
 constexpr cudaDeviceAttr hipDeviceAttributeComputeCapabilityMinor = cudaDevAttrComputeCapabilityMinor;
 constexpr cudaDeviceAttr hipDeviceAttributeSharedMemPerBlockOptin =
     cudaDevAttrMaxSharedMemoryPerBlockOptin;
+constexpr cudaDeviceAttr hipDeviceAttributeMaxSharedMemoryPerMultiprocessor =
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor;
 inline hipError_t hipDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   return cudaDeviceGetAttribute(value, attribute, device);
 }

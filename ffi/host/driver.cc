@@ -124,10 +124,12 @@ struct HostDriver {
     if (!s.has_to(row.sequence, head)) return;
     float *out = s.blob(chunk, head), *decay = s.decay(chunk, head);
     const int blocks = active_blocks<HostTiles, P::NT>(row);
-    for (int w = 0; w < blocks; ++w) P::load(p, row, head, w, waves[w], shared);
+    for (int w = 0; w < blocks; ++w)
+      P::load(p, row, head, w, typename P::Direct(p, row, head, w), waves[w], shared);
     for (int w = 0; w < blocks; ++w) P::channels(w, blocks, shared, decay);
     for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out);
     for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
+    for (int w = 0; w < blocks; ++w) P::values(p, row, head, w, blocks, waves[w]);
     for (int w = 0; w < blocks; ++w)
       P::solve(p, row, head, w, waves[w], shared, out, s.beyond(chunk, head));
   }

@@ -10,10 +10,14 @@ inline namespace KDA_ISA {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kNormEpsilon = 1e-6f;  // inside the root, on the sum of squares
 
-// sigmoid by 2^x and a division: tanh-based approximations lose 1e-3 of a slow decay.
+// 1 / (1 + 2^x), the sigmoid of -x / log2(e); tanh-based approximations lose 1e-3 of a slow decay.
+template <class Math>
+KDA_FN float sigmoid_of_log2(float x) {
+  return Math::rcp(1.0f + Math::exp2(x));
+}
 template <class Math>
 KDA_FN float sigmoid(float x) {
-  return Math::rcp(1.0f + Math::exp2(-x * kLog2E));
+  return sigmoid_of_log2<Math>(-x * kLog2E);
 }
 
 // log(1 + e^x) with a small relative error at both ends: log1p(t) = 2 atanh(t / (2 + t)), and
@@ -34,15 +38,15 @@ KDA_FN float softplus(float x) {
   return (x > 0 ? x : 0.0f) + 2.0f * s * p;
 }
 
-// The log decay: in log2 units, for a bounded gate in units of lower_bound * log2(e). `rate` is exp(A_log)
-// of the head, `bias` its dt_bias.
+// The log decay: in log2 units, for a bounded gate in units of lower_bound * log2(e). `rate` is the head's
+// -exp(A_log) log2(e), `bias` the channel's dt_bias, for a bounded gate already times the rate.
 template <class Math>
 KDA_FN float gate_units(Gate gate, float raw_g, float rate, float bias) {
   switch (gate) {
     case Gate::kBounded:
-      return sigmoid<Math>(rate * (raw_g + bias));
+      return sigmoid_of_log2<Math>(raw_g * rate + bias);
     case Gate::kSoftplus:
-      return -kLog2E * rate * softplus<Math>(raw_g + bias);
+      return rate * softplus<Math>(raw_g + bias);
     default:
       return raw_g * kLog2E;
   }

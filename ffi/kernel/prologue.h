@@ -8,6 +8,7 @@
 //   channels  factors 2^(sum of whole blocks' totals), a channel at a time
 //   factors   diagonal blocks of Akk and Aqk, decayed keys for later blocks, what the walk needs of q, k
 //   scores    Akk and Aqk below the diagonal; inverse of the diagonal blocks of I + Akk
+//   values    v, before it is needed
 //   solve     block forward substitution; each wave solves for some columns of (w, u)
 //
 // Exponents. G is the decay in log2 units, summed from the chunk's start. No factor 2^G is ever
@@ -38,7 +39,11 @@ struct Prologue {
   using Decay = typename Policy::Decay;
   using Bounded = typename Policy::Bounded;
   using Layout = Blob<Tiles, K, C>;
+  static constexpr bool kWide = Policy::kSecond;
   static constexpr int KT = K / kTile, NT = C / kTile, kPairs = NT * (NT - 1) / 2;
+  // Columns of w or u that a wave solves for together, for registers are there and latencies long.
+  static constexpr int kColumns = Tiles::kSkipsEmptyBlocks ? 1 : 2;
+  static constexpr int kSome = kPairs ? kPairs : 1;  // an array of none is not C++
 
   // left(i) is kept times 2^kShift: over 16 rows at the bound it falls to 2^-115, where small channels
   // would become denormals and be flushed. What it is multiplied with carries 2^-kShift.
@@ -52,11 +57,11 @@ struct Prologue {
     alignas(64) float before[NT][K];  // 2^(totals of the blocks before - kShift)
     alignas(64) float own[NT][K];     // 2^(total + kShift)
     alignas(64) float after[NT][K];   // 2^(totals of the blocks behind)
-    alignas(64) float bridge[kPairs + 1][K];  // of (row block, earlier block): 2^(totals between)
+    alignas(64) float bridge[kSome][K];  // of (row block, earlier block): 2^(totals between)
     alignas(64) float beta[C];
-    alignas(64) Storage keys[kPairs + 1][KT][kTileElements];  // right operands, bridge included
+    alignas(64) Storage keys[kSome][KT][kTileElements];  // right operands, bridge included
     alignas(64) Storage rhs[NT][KT][kTileElements];           // (k 2^G)^T
-    alignas(64) Storage lower[kPairs + 1][kTileElements];     // right operands of -Akk without beta
+    alignas(64) Storage lower[kSome][kTileElements];     // right operands of -Akk without beta
     alignas(64) Storage inverse[NT][kTileElements];  // right operands (I + Akk_II)^-1 diag(beta)
   };
   struct Wave {  // registers
@@ -65,6 +70,7 @@ struct Prologue {
     Acc rest[Unbounded ? KT : 1];  // G_end - G; a bounded gate does without
     typename Tiles::template Left<Decay> left_q[KT], left_k[KT];
     Acc akk, aqk;                  // diagonal block
+    typename Tiles::Raw v[kColumns][NT];
     RowVec beta;
     float unit;                    // log2 of a unit of `sum`
     int32_t beyond;                // first token that a narrow policy does not hold
@@ -74,18 +80,37 @@ struct Prologue {
   static KDA_FN int pair(int row, int col) { return row * (row - 1) / 2 + col; }
 
   // ---- load ----------------------------------------------------------------------------------
-  static KDA_FN void load(const Problem& p, const ChunkRow& chunk, int head, int block, Wave& w,
-                          Shared& s) {
+  // Where q, k and g of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1.
+  struct Direct {
+    const Problem& p;
+    int64_t row, stride;
+    int valid;
+    KDA_FN Direct(const Problem& p, const ChunkRow& chunk, int head, int block)
+        : p(p), row(row_offset(chunk.first + block * kTile, head, p.H, K)), stride(int64_t(p.H) * K),
+          valid(valid_rows(chunk, block)) {}
+    using Raw = typename Tiles::Raw;
+    KDA_FN void q(Raw& a, Raw& b, int t) const {
+      Tiles::load_raw2(a, b, p.q, row + t * kTile, stride, valid);
+    }
+    KDA_FN void k(Raw& a, Raw& b, int t) const {
+      Tiles::load_raw2(a, b, p.k, row + t * kTile, stride, valid);
+    }
+    KDA_FN void g(Acc& a, Acc& b, int t) const {
+      Tiles::load2(a, b, p.g, row + t * kTile, stride, valid);
+    }
+  };
+
+  template <class Inputs>
+  static KDA_FN void load(const Problem& p, const ChunkRow& chunk, int head, int block,
+                          const Inputs& in, Wave& w, Shared& s) {
     const int valid = valid_rows(chunk, block);
     const int64_t first = chunk.first + block * kTile;
-    const int64_t row = row_offset(first, head, p.H, K), stride = int64_t(p.H) * K;
     KDA_UNROLL
-    for (int t = 0; t < KT; t += 2)
-      Tiles::load2(w.sum[t], w.sum[t + 1], p.g, row + t * kTile, stride, valid);
+    for (int t = 0; t < KT; t += 2) in.g(w.sum[t], w.sum[t + 1], t);
     KDA_UNROLL
     for (int t = 0; t < KT; t += 2) {
-      Tiles::load_raw2(w.x.q[t], w.x.q[t + 1], p.q, row + t * kTile, stride, valid);
-      Tiles::load_raw2(w.x.k[t], w.x.k[t + 1], p.k, row + t * kTile, stride, valid);
+      in.q(w.x.q[t], w.x.q[t + 1], t);
+      in.k(w.x.k[t], w.x.k[t + 1], t);
     }
     w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
     if (p.gate != Gate::kActivated)
@@ -137,7 +162,7 @@ struct Prologue {
 
   static KDA_FN void gates(const Problem& p, int head, int valid, Wave& w) {
     const bool raw = p.gate != Gate::kActivated;
-    const float rate = raw ? Tiles::exp2(p.A_log[head] * kLog2E) : 0.0f;
+    const float rate = raw ? -kLog2E * Tiles::exp2(p.A_log[head] * kLog2E) : 0.0f;
     w.unit = Unbounded ? 1.0f : p.lower_bound * kLog2E;
     KDA_UNROLL
     for (int t = 0; t < KT; t += 2) {
@@ -146,6 +171,8 @@ struct Prologue {
       KDA_UNROLL
       for (int i = 0; i < 2; ++i) {
         Acc& g = w.sum[t + i];
+        if (p.gate == Gate::kBounded)
+          Tiles::apply(bias[i], [=](float b) { return rate * b; }, bias[i]);
         if constexpr (!Unbounded) {
           decay<Gate::kBounded>(g, rate, bias[i], 1.0f);
         } else if (p.gate == Gate::kSoftplus) {
@@ -155,7 +182,7 @@ struct Prologue {
         } else {
           decay<Gate::kBounded>(g, rate, bias[i], p.lower_bound * kLog2E);
         }
-        Tiles::select(g, [=](int r, int) { return r < valid; });
+        if (valid < kTile) Tiles::select(g, [=](int r, int) { return r < valid; });
       }
     }
   }
@@ -232,10 +259,12 @@ struct Prologue {
       }
       Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.after[block] + at));
       Tiles::store_blob(blob, Layout::kg(t, block), Tiles::template right_t<Bounded>(e));
-      for (int row = block + 1; row < blocks; ++row) {
-        if (row > block + 1) Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.bridge[pair(row, block)] + at));
-        Tiles::store(s.keys[pair(row, block)][t],
-                     Tiles::template right<Decay>(row > block + 1 ? e : x));
+      if (block + 1 < blocks)
+        Tiles::store(s.keys[pair(block + 1, block)][t], Tiles::template right<Decay>(x));
+      KDA_LOOP
+      for (int row = block + 2; row < blocks; ++row) {
+        Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.bridge[pair(row, block)] + at));
+        Tiles::store(s.keys[pair(row, block)][t], Tiles::template right<Decay>(e));
       }
     }
     if constexpr (!Unbounded) Diagonal<Tiles, Decay, K>::mask(w.akk, w.aqk);
@@ -266,22 +295,37 @@ struct Prologue {
     Tiles::store(s.inverse[block], Tiles::template right<Bounded>(inverse));
   }
 
+  // ---- values --------------------------------------------------------------------------------
+  // The tiles of v that a wave solves for first, or with `first` others, on their way early.
+  static KDA_FN void values(const Problem& p, const ChunkRow& chunk, int head, int first, int blocks,
+                            Wave& w) {
+    const int64_t stride = int64_t(p.H) * p.V, row = row_offset(chunk.first, head, p.H, p.V);
+    KDA_UNROLL
+    for (int n = 0; n < kColumns; ++n)
+      KDA_UNROLL
+      for (int i = 0; i < blocks; ++i) {
+        const int column = first + n * blocks;
+        const int valid = column < p.V / kTile ? valid_rows(chunk, i) : 0;
+        w.v[n][i] = Tiles::load_raw(p.v, row + i * kTile * stride + column * kTile, stride, valid);
+      }
+  }
+
   // ---- solve ---------------------------------------------------------------------------------
-  // (I + Akk) X = diag(beta) rhs for N times sixteen columns, transposed: the accumulator X^T is the next
-  // product's left operand as it stands. `rhs(i, n)` and `result(i, n, X)`: row block i, column block n.
-  template <int N, class Rhs, class Check, class Result>
+  // (I + Akk) X = diag(beta) rhs for kColumns times sixteen columns, transposed: the accumulator X^T is the
+  // next product's left operand as it stands. `rhs(i, n)` and `result(i, n, X)`: row block i, column block n.
+  template <class Rhs, class Check, class Result>
   static KDA_FN void substitute(int blocks, Shared& s, Rhs rhs, Check check, Result result) {
-    typename Tiles::template Left<Bounded> x[N][NT];
+    typename Tiles::template Left<Bounded> x[kColumns][NT];
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       KDA_UNROLL
-      for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < kColumns; ++n) {
         Acc sum = rhs(i, n), solved;
         Tiles::mma(sum, i, [&](int j) -> decltype(auto) { return (x[n][j]); },
                    [&](int j) -> decltype(auto) {
                      return Tiles::template load_right<Bounded>(s.lower[pair(i, j)]);
                    });
-        check(i, n, sum);
+        check(i, sum);
         const auto left = Tiles::template left_clamped<Bounded>(sum);
         auto&& inverse = Tiles::template load_right<Bounded>(s.inverse[i]);
         Tiles::zero(solved);
@@ -292,55 +336,40 @@ struct Prologue {
     }
   }
 
-  // Columns first, first + step ... of w or u, two at a time where there are two.
-  template <class Columns>
-  static KDA_FN void solve_columns(int first, int step, int count, Columns columns) {
-    int t = first;
-    for (; t + step < count; t += 2 * step) columns(Number<2>{}, t);
-    if (t < count) columns(Number<1>{}, t);
-  }
-  template <int N>
-  struct Number {
-    static constexpr int value = N;
-  };
-
   static KDA_FN void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Wave& w,
                            Shared& s, Storage* blob, int32_t* beyond) {
-    const int blocks = active_blocks<Tiles, NT>(chunk);
-    solve_columns(wave, blocks, p.V / kTile, [&](auto number, int first) {
-      constexpr int N = decltype(number)::value;
-      typename Tiles::Raw v[N][NT];
-      KDA_UNROLL
-      for (int n = 0; n < N; ++n)
-        KDA_UNROLL
-        for (int i = 0; i < blocks; ++i)
-          v[n][i] = Tiles::load_raw(
-              p.v, row_offset(chunk.first + i * kTile, head, p.H, p.V) + (first + n * blocks) * kTile,
-              int64_t(p.H) * p.V, valid_rows(chunk, i));
-      substitute<N>(
-          blocks, s, [&](int i, int n) { return Tiles::transposed(v[n][i]); },
-          [&](int i, int, const Acc& sum) {
+    const int blocks = active_blocks<Tiles, NT>(chunk), columns = p.V / kTile;
+    KDA_LOOP
+    for (int first = wave; first < columns; first += kColumns * blocks) {
+      substitute(
+          blocks, s, [&](int i, int n) { return Tiles::transposed(w.v[n][i]); },
+          [&](int i, const Acc& sum) {
             if constexpr (Policy::kNarrow)
               Tiles::first_beyond(w.beyond, sum, kLargest, chunk.first + i * kTile);
           },
           [&](int i, int n, Acc& x) {
-            Tiles::template store_acc<Bounded>(blob + Layout::u(first + n * blocks, i), x);
+            const int column = first + n * blocks;
+            if (column < columns) Tiles::template store_acc<Bounded>(blob + Layout::u(column, i), x);
           });
-    });
-    solve_columns(wave, blocks, KT, [&](auto number, int first) {
-      constexpr int N = decltype(number)::value;
-      substitute<N>(
+      const int next = first + kColumns * blocks;
+      if (next < columns) values(p, chunk, head, next, blocks, w);
+    }
+    KDA_LOOP
+    for (int first = wave; first < KT; first += kColumns * blocks) {
+      substitute(
           blocks, s,
           [&](int i, int n) {
-            return Tiles::template load_acc<Bounded>(s.rhs[i][first + n * blocks]);
+            const int column = first + n * blocks;
+            return Tiles::template load_acc<Bounded>(s.rhs[i][column < KT ? column : 0]);
           },
-          [](int, int, const Acc&) {},
+          [](int, const Acc&) {},
           [&](int i, int n, Acc& x) {
+            const int column = first + n * blocks;
+            if (column >= KT) return;
             Tiles::apply(x, [](float a) { return -a; }, x);
-            Tiles::store_blob(blob, Layout::w(i, first + n * blocks),
-                              Tiles::template right_t<Decay>(x));
+            Tiles::store_blob(blob, Layout::w(i, column), Tiles::template right_t<Decay>(x));
           });
-    });
+    }
     if constexpr (Policy::kNarrow) beyond[wave] = Tiles::wave_min(w.beyond);
   }
 

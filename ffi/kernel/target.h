@@ -9,9 +9,11 @@
 #define KDA_FN __attribute__((device, always_inline)) inline
 #endif
 #define KDA_UNROLL _Pragma("unroll")  // arrays of tiles are registers: every index must be a constant
+#define KDA_LOOP _Pragma("unroll 1")  // short and rare: code is cache, too
 #else
 #define KDA_FN inline
 #define KDA_UNROLL
+#define KDA_LOOP
 #endif
 
 #ifndef KDA_ISA

@@ -75,39 +75,33 @@ struct Walk {
       Tiles::set_identity2(state.s[t], state.s[t + 1], (slice - t) * kTile);
   }
 
-  // v'^T of token tile i, for the 16 rows. `u`: the tile of u, null: the homogeneous part alone.
-  template <class Operands>
-  static KDA_FN void delta(Acc& d, const Operands& s, const Storage* blob, const Storage* u, int i) {
-    if (u) {
-      d = Tiles::template load_acc<Bounded>(u);
-    } else {
-      Tiles::zero(d);
-    }
-    Tiles::mma(d, KT, [&](int t) -> decltype(auto) { return (s[t]); },
-               [&](int t) -> decltype(auto) {
-                 return Tiles::template load_blob_right<Decay>(blob, Layout::w(i, t));
-               });
+  // The four products of a step, a tile at a time. The operands of the state and of v' are arrays; `w`, `qg`,
+  // `aqk`, `kg` give an operand tile of the chunk by its contracted index.
+  //
+  // v'^T of a token tile; `d` starts as u.
+  template <class Operands, class W>
+  static KDA_FN void delta(Acc& d, const Operands& s, W w) {
+    Tiles::mma(d, KT, [&](int t) -> decltype(auto) { return (s[t]); }, w);
+  }
+  // o of a token tile without its scale: what the state gives, and what the chunk itself adds.
+  template <class Operands, class Q>
+  static KDA_FN void output_of_state(Acc& o, const Operands& s, Q qg) {
+    Tiles::zero(o);
+    Tiles::mma(o, KT, qg, [&](int t) -> decltype(auto) { return (s[t]); });
+  }
+  template <class Operands, class A>
+  static KDA_FN void output_of_chunk(Acc& o, const Operands& v, int tiles, A aqk) {
+    Tiles::mma(o, tiles, aqk, [&](int j) -> decltype(auto) { return (v[j]); });
+  }
+  // A channel tile of the state, in two steps.
+  static KDA_FN void decay_tile(Acc& s, const float* decay, int t) {
+    Tiles::apply(s, Multiply{}, s, Tiles::load_cols(decay + t * kTile));
+  }
+  template <class Operands, class G>
+  static KDA_FN void add_tile(Acc& s, const Operands& v, int tiles, G kg) {
+    Tiles::mma(s, tiles, [&](int i) -> decltype(auto) { return (v[i]); }, kg);
   }
 
-  // o of token tile i, without its scale: what the state gives, and what the chunk itself adds. The state
-  // and v' are right operands.
-  template <class RightS>
-  static KDA_FN void output_of_state(Acc& o, const RightS& s, const Storage* blob, int i) {
-    Tiles::zero(o);
-    Tiles::mma(o, KT,
-               [&](int t) -> decltype(auto) {
-                 return Tiles::template load_blob_left<Decay>(blob, Layout::qg(i, t));
-               },
-               [&](int t) -> decltype(auto) { return (s[t]); });
-  }
-  template <class RightV>
-  static KDA_FN void output_of_chunk(Acc& o, const RightV& v, const Storage* blob, int i) {
-    Tiles::mma(o, i + 1,
-               [&](int j) -> decltype(auto) {
-                 return Tiles::template load_blob_left<Bounded>(blob, Layout::aqk(i, j));
-               },
-               [&](int j) -> decltype(auto) { return (v[j]); });
-  }
   static KDA_FN void store_output(const Problem& p, const ChunkRow& chunk, int head, int slice, int i,
                                   int32_t writes_from, Acc& o) {
     const float scale = p.scale;
@@ -118,18 +112,6 @@ struct Walk {
                  rows < kTile ? rows : kTile);
   }
 
-  // Channel tile t of the state, in two steps; `v`: v' as left operands.
-  static KDA_FN void decay_tile(Acc& s, const float* decay, int t) {
-    Tiles::apply(s, Multiply{}, s, Tiles::load_cols(decay + t * kTile));
-  }
-  template <class LeftV>
-  static KDA_FN void add_tile(Acc& s, const LeftV& v, const Storage* blob, int t, int blocks) {
-    Tiles::mma(s, blocks, [&](int i) -> decltype(auto) { return (v[i]); },
-               [&](int i) -> decltype(auto) {
-                 return Tiles::template load_blob_right<Bounded>(blob, Layout::kg(t, i));
-               });
-  }
-
   // Notices what the operands do not hold, in v' and (`from_prologue`) before it.
   static KDA_FN void watch(int32_t& beyond, const Acc& d, const int32_t* from_prologue, int first,
                            int i) {
@@ -138,6 +120,7 @@ struct Walk {
       Tiles::first_beyond(beyond, d, kLargest, first + i * kTile);
     }
   }
+  // `u` null: the homogeneous part alone.
   static KDA_FN void deltas(State& state, int first, const Storage* blob, const Storage* u,
                             const int32_t* beyond, int blocks, Acc (&d)[NT]) {
     StateOperands s;
@@ -145,7 +128,14 @@ struct Walk {
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template left<Decay>(state.s[t]);
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      delta(d[i], s, blob, u ? u + i * kTileElements : nullptr, i);
+      if (u) {
+        d[i] = Tiles::template load_acc<Bounded>(u + i * kTileElements);
+      } else {
+        Tiles::zero(d[i]);
+      }
+      delta(d[i], s, [&](int t) -> decltype(auto) {
+        return Tiles::template load_blob_right<Decay>(blob, Layout::w(i, t));
+      });
       watch(state.beyond, d[i], beyond, first, i);
     }
   }
@@ -161,8 +151,12 @@ struct Walk {
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       Acc o;
-      output_of_state(o, s, blob, i);
-      output_of_chunk(o, v, blob, i);
+      output_of_state(o, s, [&](int t) -> decltype(auto) {
+        return Tiles::template load_blob_left<Decay>(blob, Layout::qg(i, t));
+      });
+      output_of_chunk(o, v, i + 1, [&](int j) -> decltype(auto) {
+        return Tiles::template load_blob_left<Bounded>(blob, Layout::aqk(i, j));
+      });
       store_output(p, chunk, head, slice, i, state.writes_from, o);
     }
   }
@@ -174,7 +168,9 @@ struct Walk {
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
       decay_tile(state.s[t], decay, t);
-      add_tile(state.s[t], v, blob, t, blocks);
+      add_tile(state.s[t], v, blocks, [&](int i) -> decltype(auto) {
+        return Tiles::template load_blob_right<Bounded>(blob, Layout::kg(t, i));
+      });
     }
   }
 

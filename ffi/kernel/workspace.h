@@ -23,7 +23,8 @@ namespace kda {
 // Where an operand's tile lies: its first element, and how far behind it the last eight of the sixteen
 // contracted columns begin. Only layers with kSplitHalves keep the two halves apart.
 struct TileAt {
-  int offset, half;
+  int64_t offset;
+  int half;
 };
 
 constexpr int kBeyondBytes = 128;  // keeps blobs at multiples of 128 bytes
@@ -59,8 +60,9 @@ struct Blob {
   // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
   // step follow each other, sixteen bytes each, so that a matrix unit can read them all.
   static constexpr TileAt at(int base, int rows, int steps, int row, int step) {
-    if (!Tiles::kSplitHalves) return {base + (row * steps + step) * kTileElements, 0};
-    return {base + step * rows * kTileElements + row * kTileElements / 2, rows * kTileElements / 2};
+    if (!Tiles::kSplitHalves) return {base + (int64_t(row) * steps + step) * kTileElements, 0};
+    return {base + int64_t(step) * rows * kTileElements + int64_t(row) * (kTileElements / 2),
+            rows * kTileElements / 2};
   }
 };
 
