@@ -79,12 +79,12 @@ struct GpuDriver {
   static constexpr size_t kReserved = 1024;  // by CUDA, of each block
   static bool stages(const Problem& p, const Device& device) {
     return kStages && p.g.type == p.q.type &&
-           size_t(device.all_shared_bytes) >= 2 * (sizeof(StagedMemory) + kReserved);
+           size_t(device.all_shared_bytes) >= kPrologueBlocks * (sizeof(StagedMemory) + kReserved);
   }
 
   static hipError_t prologue(const Problem& p, hipStream_t stream, const Device& device, int first,
                              int last) {
-    const int64_t tasks = int64_t(last - first) * p.H, resident = 2 * device.multiprocessors;
+    const int64_t tasks = int64_t(last - first) * p.H, resident = kPrologueBlocks * device.multiprocessors;
     if constexpr (kStages)
       if (stages(p, device))
         return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kGroupSlices* Groups * 32, 1)
     KDA_UNROLL
     for (int i = 0; i < NT; ++i) {
       v[i] = Tiles::template left_clamped<Bounded>(d[i]);
-      W::watch(state.beyond, d[i], stage.beyond, chunk.first, i);
+      W::watch(state.beyond, d[i], stage.beyond[i], chunk.first + i * kTile);
     }
     wgmma::wait<0>(o);
     wgmma::fence();

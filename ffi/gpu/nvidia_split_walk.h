@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   using Halves = typename Tiles::template Left<Decay>;
   using Others = typename Tiles::template Left<Bounded>;
   Halves ahead[KT];
-  Acc x;  // v' or o
+  Acc u, x;  // x: v' or o
   auto load_ahead = [&](int n) {
     m.ring.wait(n);
     const auto& stage = m.ring[n];
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     for (int t = 0; t < KT; ++t)
       ahead[t] = Tiles::template load_blob<Decay>(
           stage.operands, recurrence ? Layout::w(part, t) : Layout::qg(part, t));
-    if (recurrence) x = Tiles::template load_acc<Bounded>(stage.u + part * kTileElements);
+    if (recurrence) u = Tiles::template load_acc<Bounded>(stage.u + part * kTileElements);
   };
   load_ahead(0);
   __syncthreads();
@@ -91,18 +91,20 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
     auto operand = [&](int t) -> decltype(auto) { return (ahead[t]); };
     Others second[kOwn * NT > NT ? kOwn * NT : NT];
+    int32_t from_prologue = kNone;
     if (recurrence) {
+      x = u;
       W::delta(x, state, operand);
-      Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
       KDA_UNROLL
-      for (int j = 0; j < kOwn; ++j) {
+      for (int j = 0; j < kOwn; ++j) {  // while the product is on its way
         W::decay_tile(own[j], stage.decay, tile + j);
         KDA_UNROLL
         for (int i = 0; i < NT; ++i)
           second[j * NT + i] =
               Tiles::template load_blob<Bounded>(stage.operands, Layout::kg(tile + j, i));
       }
-      W::watch(beyond, x, stage.beyond, chunk.first, part);
+      from_prologue = stage.beyond[part];
+      Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
     } else {
       W::output_of_state(x, state, operand);
       KDA_UNROLL
@@ -121,13 +123,15 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
       KDA_UNROLL
       for (int j = 0; j < kOwn; ++j)
         W::add_tile(own[j], v, NT, [&](int i) -> decltype(auto) { return (second[j * NT + i]); });
+      if (n + 1 < count) load_ahead(n + 1);
       publish();
+      W::watch(beyond, x, from_prologue, chunk.first + part * kTile);
       if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
     } else {
       W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (second[j]); });
+      if (n + 1 < count) load_ahead(n + 1);
       W::store_output(p, chunk, head, slice, part, 0, x);
     }
-    if (n + 1 < count) load_ahead(n + 1);
     __syncthreads();
   }
   if (recurrence) {

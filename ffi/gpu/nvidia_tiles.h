@@ -485,9 +485,10 @@ struct NvidiaTiles {
     return {a.x[2 * i], a.x[2 * i + 1], a.x[2 * i + 4], a.x[2 * i + 5]};
   }
   static KDA_FN void load_cols2(ColVec& a, ColVec& b, const float* p) {
-    p += 8 * quarter();
-    a = {{p[0], p[1], p[2], p[3]}};
-    b = {{p[4], p[5], p[6], p[7]}};
+    const auto* x = reinterpret_cast<const float4*>(p + 8 * quarter());
+    const float4 v = x[0], w = x[1];
+    a = {{v.x, v.y, v.z, v.w}};
+    b = {{w.x, w.y, w.z, w.w}};
   }
   static KDA_FN void unpack(Acc& a, const Raw& x) { a = unpack_all<Io>(x.r); }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {

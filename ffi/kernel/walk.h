@@ -112,12 +112,11 @@ struct Walk {
                  rows < kTile ? rows : kTile);
   }
 
-  // Notices what the operands do not hold, in v' and (`from_prologue`) before it.
-  static KDA_FN void watch(int32_t& beyond, const Acc& d, const int32_t* from_prologue, int first,
-                           int i) {
+  // Notices what the operands do not hold, in v' of the token tile that begins at `first`, and before it.
+  static KDA_FN void watch(int32_t& beyond, const Acc& d, int32_t from_prologue, int first) {
     if constexpr (Policy::kNarrow) {
-      if (from_prologue[i] < beyond) beyond = from_prologue[i];
-      Tiles::first_beyond(beyond, d, kLargest, first + i * kTile);
+      if (from_prologue < beyond) beyond = from_prologue;
+      Tiles::first_beyond(beyond, d, kLargest, first);
     }
   }
   // `u` null: the homogeneous part alone.
@@ -136,7 +135,7 @@ struct Walk {
       delta(d[i], s, [&](int t) -> decltype(auto) {
         return Tiles::template load_blob_right<Decay>(blob, Layout::w(i, t));
       });
-      watch(state.beyond, d[i], beyond, first, i);
+      watch(state.beyond, d[i], beyond[i], first + i * kTile);
     }
   }
   static KDA_FN void outputs(const Problem& p, const ChunkRow& chunk, int head, int slice,
