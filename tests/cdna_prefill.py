@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 HIPCC = ROOT / "tools" / "amd" / "hipcc.sh"
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++17")  # as in ffi/rocm.cmake
 ARCHITECTURES = ("gfx942", "gfx950")
-TILE, WAVE, WALK_WAVES, FILL_THREADS, FILL_BLOCKS = 16, 64, 4, 256, 64
+TILE, WAVE, WALK_WAVES, FILL_BLOCKS = 16, 64, 4, 64
 GROUP_STAGES = ("groups, first walk", "groups, scan", "groups, second walk")
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
@@ -88,8 +88,9 @@ def code_object(arch: str, io: str, K: int) -> bytes:
 def shared_bytes(K: int, C: int) -> int:
     """sizeof(Prologue::Shared); tools/amd/resources.json holds the same numbers, proven there."""
     channels, rows = K // TILE, C // TILE
-    tiles = 2 * rows * channels + rows * (rows - 1) // 2 + 1 + rows
-    return 4 * rows * K + -(-4 * C // 64) * 64 + 512 * tiles
+    pairs = max(1, rows * (rows - 1) // 2)
+    tiles = pairs * channels + rows * channels + pairs + rows
+    return 4 * K * (4 * rows + pairs) + -(-4 * C // 64) * 64 + 512 * tiles
 
 
 @dataclasses.dataclass
@@ -140,21 +141,30 @@ def _launch(p: Problem, run: _Launcher) -> None:
     def waves(n: int) -> tuple[int, int]:
         return -(-n // WALK_WAVES), 1
 
-    run("fill", "fill_kernel", "", (FILL_BLOCKS, p.N + p.M + 1), FILL_THREADS)
-    slab = p.NC if p.groups > 1 else p.slab_chunks
-    for first in range(0, p.NC, slab):
-        last = min(first + slab, p.NC)
-        grid, lds = ((last - first) * p.H, 1), shared_bytes(p.K, p.C)
-        which = sizes + f"Lb{unbounded:d}E"
+    def prologue(stage: str, policy: str, gate: bool, blocks: int, first: int, last: int) -> None:
+        which, lds = f"{policy}{sizes}Lb{gate:d}E", shared_bytes(p.K, p.C)
         threads = p.C // TILE * WAVE
-        run("prologue", "prologue_kernel", which, grid, threads, first, dynamic_lds=lds)
+        grid = blocks, 1
+        run(stage, "prologue_kernel", which, grid, threads, first, last, dynamic_lds=lds)
+
+    slab = p.NC if p.groups > 1 or p.NC == 0 else p.slab_chunks
+    slabs = [(first, min(first + slab, p.NC)) for first in range(0, p.NC, max(slab, 1))]
+    for first, last in slabs:
+        prologue("prologue", "MixedPolicyE", unbounded, (last - first) * p.H, first, last)
         if p.groups == 1:
-            run("walk", "walk_kernel", sizes, waves(p.N * p.H * slices), walk, first, last)
+            which = f"MixedPolicyE{sizes}"
+            run("walk", "walk_kernel", which, waves(p.N * p.H * slices), walk, first, last)
     if p.groups > 1 and p.NC > 0:
         heads, between = p.N * p.H, p.groups - 1
         of = (heads * between * (slices + p.K // TILE), heads * slices, heads * between * slices)
         for number, (stage, n) in enumerate(zip(GROUP_STAGES, of, strict=True), 1):
             run(stage, "group_kernel", f"{sizes}Li{number}E", waves(n), walk)
+    for first, last in slabs or [(0, 0)]:
+        blocks = max((last - first) * p.H, FILL_BLOCKS)
+        prologue("second prologue", "WidePolicyE", True, blocks, first, last)
+        if last > first:
+            which = f"WidePolicyE{sizes}"
+            run("second walk", "walk_kernel", which, waves(p.N * p.H * slices), walk, first, last)
 
 
 def packed(case: Case, groups: int, layout: str) -> tuple[KDAInputs, KDAConfig]:
@@ -171,15 +181,28 @@ def packed(case: Case, groups: int, layout: str) -> tuple[KDAInputs, KDAConfig]:
 
 
 def prefill(
-    arch: str, case: Case, *, groups: int = 1, layout: str = "vk", slab: int = 0, order: int = 1
+    arch: str,
+    case: Case,
+    *,
+    groups: int = 1,
+    layout: str = "vk",
+    slab: int = 0,
+    order: int = 1,
+    missing_bytes: int = 0,
 ) -> Run:
-    """One call of the operator on ``arch``; ``slab`` chunks at a time, 0: as the library does."""
+    """One call of the operator on ``arch``; ``slab`` chunks at a time, 0: as the library does.
+
+    ``missing_bytes``: at the end of the workspace, which the kernels are told to be whole.
+    """
     inputs, config = packed(case, groups, layout)
     m, (T, H, K), V = case.metadata, inputs.q.shape, inputs.v.shape[-1]
     N, M, NC = m.capacity.sequences, m.capacity.checkpoints, m.capacity.chunks
     chunks, num_bytes = workspace("rocm", H, K, V, m, groups)
     if slab:
-        chunks, num_bytes = slab, num_bytes // chunks * slab
+        per_chunk = H * (2 * (3 * m.chunk_size * K + m.chunk_size * V) + 4 * K + 128)
+        rows = m.chunk_size // TILE
+        per_chunk += H * rows * (rows + 1) // 2 * 512
+        chunks, num_bytes = slab, num_bytes - (chunks - slab) * per_chunk
     state = (V, K) if layout == "vk" else (K, V)
     poison = functools.partial(np.full, fill_value=POISON, dtype=np.uint32)
     result = KDAResult(
@@ -196,7 +219,9 @@ def prefill(
         return memory.add(array, name, writable=writable).base
 
     problem = Problem(
-        workspace=address(poison(-(-num_bytes // 4)).view(np.uint8)[:num_bytes], "workspace", True),
+        workspace=address(
+            poison(num_bytes // 4).view(np.uint8)[: num_bytes - missing_bytes], "workspace", True
+        ),
         workspace_bytes=num_bytes,
         **{"T": T, "N": N, "NC": NC, "M": M, "H": H, "K": K, "V": V, "C": m.chunk_size},
         **{"scale": config.scale, "lower_bound": config.lower_bound, "l2norm": True},

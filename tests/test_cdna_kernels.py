@@ -7,6 +7,7 @@ the tool chain into a failure (`make amd-test`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
@@ -129,20 +130,33 @@ def test_order_of_waves_does_not_matter(arch: str, name: str) -> None:
 def test_every_stage_multiplies_on_the_matrix_unit() -> None:
     chosen = CELLS["4 groups"]
     stats = cdna_prefill.prefill("gfx942", chosen.case, **chosen.how).stats
-    assert list(stats) == ["fill", "prologue", *cdna_prefill.GROUP_STAGES]
-    assert all(launch.classes["mfma"] for name in stats if name != "fill" for launch in stats[name])
+    first = ["prologue", *cdna_prefill.GROUP_STAGES]
+    assert list(stats) == [*first, "second prologue", "second walk"]
+    assert all(launch.classes["mfma"] for name in first for launch in stats[name])
+    # Nothing was too large for fp16 here, so the second pass did nothing.
+    assert not any(launch.classes["mfma"] for name in list(stats)[-2:] for launch in stats[name])
 
 
-def test_a_workspace_that_is_too_small_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", cdna_prefill.ARCHITECTURES)
+def test_values_beyond_float16_make_a_second_pass(arch: str) -> None:
+    chosen = CELLS["one sequence, a checkpoint"]
+    large = copy.deepcopy(chosen)
+    large.case.v[:, 100:] *= 2.0**20
+    before = cdna_prefill.prefill(arch, chosen.case).result
+    run = cdna_prefill.prefill(arch, large.case)
+    assert_same_bits(run.result.out[:, :100], before.out[:, :100], "before the large values")
+    assert_same_bits(run.result.checkpoint_state, before.checkpoint_state, "checkpoint before them")
+    for what, x, ref in zip(
+        KDAResult._fields, run.result, scan_in_float64(large.case), strict=True
+    ):
+        assert relative_error(x, ref) <= SCAN, what
+    assert all(run.stats[name][0].classes["mfma"] for name in ("second prologue", "second walk"))
+
+
+def test_a_workspace_that_is_too_small_faults() -> None:
     """The workspace is exactly as large as kda_jax/workspace.py says, and all of it is needed."""
-    real = cdna_prefill.workspace
-
-    def smaller(*args: Any) -> Any:
-        return real(*args)._replace(num_bytes=real(*args).num_bytes - 4)
-
-    monkeypatch.setattr(cdna_prefill, "workspace", smaller)
     with pytest.raises(cdna_sim.MemoryFault, match="workspace"):
-        cdna_prefill.prefill("gfx950", CELLS["near-equal keys"].case)
+        cdna_prefill.prefill("gfx950", CELLS["near-equal keys"].case, missing_bytes=4)
 
 
 def test_dynamic_lds_is_all_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ struct CdnaTiles {
   using Storage = uint16_t;
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr int kWave = 64;
+  static constexpr bool kLoops = false;  // kernels.h
   static constexpr bool kSplitHalves = false;
 
   template <class Op>
@@ -127,7 +128,8 @@ struct CdnaTiles {
     unsigned most = 0;  // as an integer, since NaN then is the largest
     KDA_UNROLL
     for (int e = 0; e < 4; ++e) {
-      const unsigned bits = __builtin_bit_cast(unsigned, a.x[e]) & 0x7fffffffu;
+      const float x = a.x[e];  // clang-22 casts the first element instead of a[e] without this copy
+      const unsigned bits = __builtin_bit_cast(unsigned, x) & 0x7fffffffu;
       most = bits > most ? bits : most;
     }
     if (most <= __builtin_bit_cast(unsigned, limit)) return;

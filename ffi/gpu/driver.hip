@@ -191,6 +191,8 @@ struct GpuDriver {
     return "";
   }
 
+  static constexpr int64_t kFillBlocks = 64;
+
   static std::string run(const Problem& p, hipStream_t stream) {
     Device device;
     if (std::string error = prepare(&device); !error.empty()) return error;
@@ -213,13 +215,14 @@ struct GpuDriver {
                      waves(heads * between * slices), 1, walk_threads, 0, stream, Problem(p)));
     }
     // What no chunk writes, and what fp16 was too narrow for: nearly always nothing.
-    const int64_t most = 2 * device.multiprocessors;
-    const int64_t second_waves = std::min<int64_t>(p.N * p.H * (p.V / kTile), most * kWalkWaves);
+    const int64_t few = T::kLoops ? 2 * device.multiprocessors : int64_t(1) << 31;
     for (int64_t first = 0; first == 0 || first < p.NC; first += slab) {
-      const int64_t last = first + slab < p.NC ? first + slab : p.NC;
-      KDA_TRY(direct_prologue<P2>(p, stream, most, int(first), int(last)));
-      if (last == first) break;
-      KDA_TRY(simple_walk<WidePolicy>(p, stream, second_waves, int(first), int(last)));
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
+      KDA_TRY(direct_prologue<P2>(p, stream, std::min(few, std::max(tasks, kFillBlocks)), int(first),
+                                  int(last)));
+      if (tasks == 0) break;
+      KDA_TRY(simple_walk<WidePolicy>(
+          p, stream, std::min(few * kWalkWaves, p.N * p.H * (p.V / kTile)), int(first), int(last)));
     }
     return "";
   }

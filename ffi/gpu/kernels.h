@@ -88,8 +88,12 @@ KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, in
   P::solve(s.p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
 }
 
-// One block for each (chunk of the slab, head), or with a second policy a few blocks for all of them, and
-// nearly always nothing to do but to fill.
+// A second pass nearly always has nothing to do. On NVIDIA it is a few blocks that would loop; CDNA's compiler
+// would keep too much in scalar registers over such a loop.
+template <class Tiles, class Policy>
+constexpr bool loops = Policy::kSecond && Tiles::kLoops;
+
+// One block for each (chunk of the slab, head), unless it loops. The second pass fills, too.
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
     prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
@@ -106,14 +110,18 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
   }
   if (Policy::kSecond && *s.status() == 0) return;
   const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
-  for (int i = blockIdx.x; i < tasks; i += gridDim.x) {
+  int i = blockIdx.x;
+  if (i >= tasks) return;
+  do {
     const int chunk = slab_first + i / p.H, head = i % p.H;
     const ChunkRow row = s.chunk_row(chunk);
     if (row.sequence < 0) return;  // padding, and all that follows
-    if (!s.has_to(row.sequence, head)) continue;
-    prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {});
-    if (Policy::kSecond) __syncthreads();
-  }
+    if (s.has_to(row.sequence, head)) {
+      prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {});
+      if (loops<Tiles, Policy>) __syncthreads();
+    }
+    i += gridDim.x;
+  } while (loops<Tiles, Policy> && i < tasks);
 }
 
 // One wave for each (sequence, head, slice). Waves do not talk to each other.
@@ -126,12 +134,15 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
   const S s{p, slab_first, slab_last};
   if (Policy::kSecond && *s.status() == 0) return;
   const int slices = p.V / kTile;
-  const int64_t all = p.N * p.H * slices, step = int64_t(gridDim.x) * kWalkWaves;
-  for (int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>(); i < all; i += step) {
+  const int64_t all = p.N * p.H * slices;
+  int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>();
+  if (i >= all) return;
+  do {
     OneState<typename S::State> state;
     const int slice = int(i % slices), head = int(i / slices % p.H);
     if (s.has_to(i / slices / p.H, head)) s.walk_slab(state, i / slices / p.H, head, slice, slice + 1);
-  }
+    i += int64_t(gridDim.x) * kWalkWaves;
+  } while (loops<Tiles, Policy> && i < all);
 }
 
 constexpr int kGroupFirst = 1, kGroupScan = 2, kGroupSecond = 3;  // stages, in order

@@ -28,6 +28,7 @@ template <class Io, bool Staged = false>
 struct NvidiaTiles {
   using Storage = uint16_t;
   static constexpr bool kSkipsEmptyBlocks = false;
+  static constexpr bool kLoops = true;  // kernels.h
   static constexpr bool kSplitHalves = true;
   static constexpr int kWave = 32;
 

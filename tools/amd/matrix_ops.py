@@ -2,8 +2,8 @@
 
     python tools/amd/matrix_ops.py build/amd/objects
 
-The directory holds STEM.ARCH.co, written by `hipcc.sh --objects`. EXPECTED says per stage which
-shapes must be there; another one is an error, too.
+The directory holds STEM.ARCH.co, written by `hipcc.sh --objects`. `expected` says which shapes a
+kernel must hold; another one is an error, too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,6 @@ from pathlib import Path
 
 from resources import demangle
 
-_HALVES = {"bf16 16x16x16", "f16 16x16x16"}
-# On gfx950 two tiles are joined where both are at hand. The prologue's bf16 sums take one tile at a
-# time (the other operand is made in between); its solve joins f16 tiles from the third block of 16
-# tokens on.
-_JOINED = {"bf16 16x16x32", "f16 16x16x32", "f16 16x16x16"}
-_WALKS = ("walk", "groups, first walk", "groups, second walk")
-EXPECTED = {
-    target: {"prologue": _HALVES, "groups, scan": {"f32 16x16x4"}, "fill": set()}
-    | dict.fromkeys(_WALKS, _JOINED if target == "gfx950" else _HALVES)
-    for target in ("gfx90a", "gfx942", "gfx950")
-}
-EXPECTED["gfx950"]["prologue of 64"] = _HALVES | {"f16 16x16x32"}
-
 _GROUP_STAGES = {"1": "groups, first walk", "2": "groups, scan", "3": "groups, second walk"}
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 _MFMA = re.compile(r"\bv_mfma_f32_(16x16x\d+)_?(bf16|f16|f32)(?:_1k)?\b")
@@ -38,10 +25,34 @@ _MFMA = re.compile(r"\bv_mfma_f32_(16x16x\d+)_?(bf16|f16|f32)(?:_1k)?\b")
 def stage(kernel: str) -> str:
     """The stage that a (demangled) kernel is."""
     name, arguments = re.fullmatch(r"kda::base::(\w+)_kernel<(.*)>", kernel).groups()
-    values = arguments.split(", ")
     if name == "group":
-        return _GROUP_STAGES[values[-1]]
-    return "prologue of 64" if name == "prologue" and values[-2] == "64" else name
+        return _GROUP_STAGES[arguments.split(", ")[-1]]
+    return f"{name}, second pass" if "WidePolicy" in arguments else name
+
+
+def expected(kernel: str, target: str) -> set[str]:
+    """The matrix instructions that a kernel must hold, and no others.
+
+    A second pass has no fp16 operands but those that the caller's fp16 arrays are. On gfx950 two
+    tiles are joined wherever both are at hand: not in the diagonal blocks of the prologue, whose
+    other operand is made in between, and in its solve from the third block of 16 tokens on.
+    """
+    what = stage(kernel)
+    if what.startswith("groups, scan"):
+        return {"f32 16x16x4"}
+    second, prologue = "second pass" in what, what.startswith("prologue")
+    fp16_arrays = prologue and "CdnaTiles<kda::F16>" in kernel
+    types = {"bf16"} if second and not fp16_arrays else {"bf16", "f16"}
+    shapes = {f"{kind} 16x16x16" for kind in types}
+    if target != "gfx950":
+        return shapes
+    joined = {f"{kind} 16x16x32" for kind in types}
+    if not prologue:  # a walk's bf16 products are all pairs; second: the odd tiles of Aqk are bf16
+        return joined | {"bf16 16x16x16" if second else "f16 16x16x16"}
+    chunk = int(re.search(r"\d+, (\d+), (?:true|false)>", kernel)[1])
+    if chunk == 32 and not fp16_arrays:
+        joined.discard("f16 16x16x32")
+    return shapes | joined
 
 
 def objdump() -> str:
@@ -74,12 +85,11 @@ def main() -> int:
     for path in paths:
         target = path.name.split(".")[-2]
         for kernel, counts in sorted(matrix_ops(path).items()):
-            what = stage(kernel)
-            expected = EXPECTED[target].get(what, EXPECTED[target].get(what.split(" of ")[0]))
+            what, wanted = stage(kernel), expected(kernel, target)
             have = ", ".join(f"{n} {shape}" for shape, n in sorted(counts.items())) or "none"
             total += 1
-            if counts.keys() != expected:
-                want = ", ".join(sorted(expected)) or "none"
+            if counts.keys() != wanted:
+                want = ", ".join(sorted(wanted)) or "none"
                 failed.append(f"FAILED {kernel} {target}: {have}; expected: {want}")
             elif "<kda::base::CdnaTiles<kda::BF16>" in kernel and "128, 64" in kernel:
                 print(f"{target} {what}, bf16, K = 128, C = 64: {have}")
