@@ -9,6 +9,7 @@ a queue over the calls in it is the time of a call, with the host's part divided
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,20 @@ def per_call(
     functions = {name: functools.partial(run, sets) for name, (run, sets) in programs.items()}
     timings = measure(functions, budget=budget, queued=True, **options)
     return {name: _divided(timings[name], len(sets)) for name, (_, sets) in programs.items()}
+
+
+def host_time(run: Callable[[Sequence[Any]], Any], sets: Sequence[Any]) -> float:
+    """Seconds per call that the host takes to queue a program.
+
+    Where that is about as long as the device's time per call, the device may have waited.
+    """
+    samples = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        result = run(sets)
+        samples.append(time.perf_counter() - begin)
+        jax.block_until_ready(result)
+    return min(samples) / len(sets)
 
 
 def _divided(timing: Timing, by: int) -> Timing:

@@ -143,7 +143,7 @@ def _measure(
     }
     cell |= {"calls_in_program": calls}
     timing = device_time.per_call({backend: (run, sets)}, budget=budget)[backend]
-    cell |= timing.to_json()
+    cell |= timing.to_json() | {"host": device_time.host_time(run, sets)}
     if timing.median >= _QUEUED_FROM:
         cell |= _queued(call, sets, metadata, timing.median, budget)
     return cell

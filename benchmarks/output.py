@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def progress(to: Console) -> Progress:
         console=to,
         transient=True,
     )
+
+
+def last_error(text: str) -> str:
+    """The line of a process's error output that says why it failed, shortened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+    return (named or lines or ["no message"])[-1][:300]
 
 
 def write(stem: Path, results: dict[str, Any], page: str) -> None:

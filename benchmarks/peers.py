@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import output
 from .shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
@@ -153,8 +154,7 @@ def _lines(
                     rows.append(json.loads(line))
                     report(f"{name}: {rows[-1]['shape']}")
         errors.seek(0)
-        words = [line.strip() for line in errors.read().splitlines() if line.strip()]
+        why = output.last_error(errors.read())
     if process.returncode and not rows:
-        why = words[-1][:300] if words else "no message"
         raise RuntimeError(f"its process failed with code {process.returncode}: {why}")
     return rows
