@@ -112,7 +112,7 @@ def _print(results: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = output.parser("gpu", __doc__, budget=0.5)
+    parser: argparse.ArgumentParser = output.parser("gpu", __doc__, budget=0.3)
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=GPU, metavar="SHAPE")
     parser.add_argument(
         "--backends", nargs="+", default=[gpu_table.OURS], metavar="NAME", help="default: fused"

@@ -9,6 +9,7 @@ takes alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,13 +116,18 @@ def run(
         else:
             left_out[name] = support.reason
     layer, op = {}, {}
-    for name in here:
-        one = layers.stack(1, name)
-        layer[name] = measure({name: lambda: one(x, metadata)}, budget=budget, queued=True)[name]  # noqa: B023
+    for name in list(here):
+        one = functools.partial(layers.stack(1, name), x, metadata)
         many = calls or device_time.calls_for(traffic(shape, 2), device.memory_limit())
         sets = layers.op_sets(tokens, metadata, many if name == "fused" else 2)
         program = device_time.program(_step(name), (metadata,)), sets
-        op[name] = device_time.per_call({name: program}, budget=budget)[name]
+        try:
+            layer[name] = measure({name: one}, budget=budget, queued=True)[name]
+            op[name] = device_time.per_call({name: program}, budget=budget)[name]
+        except Exception as error:  # out of memory, say: the other backends stand
+            left_out[name] = output.last_error(f"{type(error).__name__}: {error}")
+            here.remove(name)
+            layer.pop(name, None)
     count = len(layers.weights)
     stacked = [name for name in here if name == "fused"] + [STAND_IN]
     stacks = {name: layers.stack(count, name) for name in stacked}

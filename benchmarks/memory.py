@@ -133,7 +133,7 @@ def _giga(size: float | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = output.parser("memory", __doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536, 262144])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144])
     parser.add_argument("--heads", type=int, nargs="+", default=[12, 96])
     parser.add_argument("--backend", default="fused")
     parser.add_argument("--one", type=int, nargs=2, metavar=("T", "H"), help=argparse.SUPPRESS)

@@ -113,22 +113,27 @@ def run(
     most: int = 32,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Rows of what, time, bytes and the ratio to the bytes' time; and what is left out, and why."""
-    found = []
+    found: list[dict[str, Any]] = []
     steps, left_out = decode_steps()
+
+    def add(what: str, shape: str, size: int, program: Any) -> None:
+        try:
+            found.append(_row(what, shape, size, program, budget, bandwidth))
+        except Exception as error:  # out of memory, say: the other rows stand
+            left_out[f"{what}, {shape}"] = output.last_error(f"{type(error).__name__}: {error}")
+
     for H in heads:
         for T in tokens:
             size = conv_bytes(T, H)
             step, sets, shared = conv(T, H, _calls(size, most))
-            programs = {"convolution, XLA": (device_time.program(step, shared), sets)}
-            found += _rows(programs, f"T = {T}, H = {H}", size, budget, bandwidth)
+            program = device_time.program(step, shared), sets
+            add("convolution, XLA", f"T = {T}, H = {H}", size, program)
         for N in rows:
             size = decode_bytes(N, H)
             sets, shared = decode(N, H, _calls(size, most))
-            programs = {
-                f"decode, {name}": (device_time.program(step, shared), sets)
-                for name, step in steps.items()
-            }
-            found += _rows(programs, f"{N} rows, H = {H}", size, budget, bandwidth)
+            for name, step in steps.items():
+                program = device_time.program(step, shared), sets
+                add(f"decode, {name}", f"{N} rows, H = {H}", size, program)
     return found, left_out
 
 
@@ -136,21 +141,19 @@ def _calls(size: int, most: int) -> int:
     return device_time.calls_for(size, device.memory_limit(), least=min(8, most), most=most)
 
 
-def _rows(programs: Any, shape: str, size: int, budget: float, bandwidth: float) -> list[Any]:
-    times = device_time.per_call(programs, budget=budget)
-    host = {name: device_time.host_time(*each) for name, each in programs.items()}
-    return [
-        {
-            "what": name,
-            "shape": shape,
-            "bytes": size,
-            "floor_s": size / bandwidth,
-            "over_floor": timing.median * bandwidth / size,
-            "host": host[name],
-            **timing.to_json(),
-        }
-        for name, timing in times.items()
-    ]
+def _row(
+    what: str, shape: str, size: int, program: Any, budget: float, bandwidth: float
+) -> dict[str, Any]:
+    timing = device_time.per_call({what: program}, budget=budget)[what]
+    return {
+        "what": what,
+        "shape": shape,
+        "bytes": size,
+        "floor_s": size / bandwidth,
+        "over_floor": timing.median * bandwidth / size,
+        "host": device_time.host_time(*program),
+        **timing.to_json(),
+    }
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def time_shape(run: Any, shape: Shape, budget: float) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_jla", description=__doc__)
     parser.add_argument("--shapes", nargs="+", required=True, choices=sorted(SHAPES))
-    parser.add_argument("--budget", type=float, default=0.5)
+    parser.add_argument("--budget", type=float, default=0.3)
     args = parser.parse_args(argv)
     share_memory()
     run = call()

@@ -44,7 +44,7 @@ def missing(name: str) -> str | None:
 
 
 def run(
-    shapes: Sequence[str], *, tuning: str = "bounded", budget: float = 0.5, report: Report = print
+    shapes: Sequence[str], *, tuning: str = "bounded", budget: float = 0.3, report: Report = print
 ) -> Peers:
     """Time the peers that are here on the named shapes; returns a JSON-compatible object.
 

@@ -24,6 +24,7 @@ from benchmarks import (
     peer_fla,
     peers,
     shapes,
+    summary,
 )
 from kda_jax import KDAResult
 from kda_jax.testing import make_case
@@ -93,7 +94,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "of_shape", drawn_on_the_host)
 
 
-def test_a_row_is_checked_against_float64() -> None:
+def test_a_row_is_checked_against_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "of_shape", drawn_on_the_host)
     shape = shapes.Shape("tiny", (5, 3), H=3, K=4, V=4)
     found = gpu_prefill.run(shape, ("scan",), kinds=("random",), **FAST)
     cell = found["backends"]["scan"]["random"]
@@ -101,6 +103,7 @@ def test_a_row_is_checked_against_float64() -> None:
     assert cell["heads_checked"] == shape.H and cell["calls_in_program"] == 2
     assert 0 < cell["low"] <= cell["median"] <= cell["high"]
     assert found["traffic"] == floor.traffic(shape, 2)
+    assert ("queued" in cell) == (cell["median"] >= 150e-6)
     json.dumps(found)
 
 
@@ -282,3 +285,48 @@ def test_the_command_writes_json_page_and_plot_and_reuses_peers(
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="no GPU"):
         gpu.main([*arguments, "--no-peers"])
+
+
+def test_the_readme_gets_its_results_from_the_files(tmp_path: Any) -> None:
+    results = table([row(), row("other", parity=False)], [FLA])
+    (tmp_path / "card.json").write_text(json.dumps(results))
+    (tmp_path / "cpu.json").write_text(json.dumps({"prefill": []}))
+    (tmp_path / "card.md").write_text("# Prefill on Card\n\ntext\n")
+    found = summary.section(tmp_path)
+    assert "### [Card](results/card.md), d" in found
+    assert "| target met | 1 | tiny (0.30 of FLA, 3.0 floors) |" in found
+    assert "| wrong | 1 | other |" in found and "- [Prefill on Card](results/card.md)" in found
+    once = summary.updated(summary.README.read_text(), found)
+    assert found in once and summary.updated(once, found) == once
+    with pytest.raises(ValueError, match="no section"):
+        summary.updated("nothing", found)
+
+
+@pytest.mark.parametrize("tuning", ["bounded", "full"])
+def test_fla_compiles_before_it_times_and_the_first_heads_lead(
+    monkeypatch: pytest.MonkeyPatch, tuning: str
+) -> None:
+    steps: list[str] = []
+
+    def compiled(names: Any, configs: Any, _: Any) -> None:
+        steps.append(f"compile {' '.join(names)}" + " restricted" * bool(configs))
+
+    def timed(module: str, arguments: Any, *_: Any) -> list[dict[str, Any]]:
+        words = [word for word in arguments if not word.endswith(".json")]
+        steps.append(" ".join(words))
+        return [{"peer": "FLA", "shape": name} for name in words if name in shapes.SHAPES]
+
+    monkeypatch.setattr(peers, "_compile", compiled)
+    monkeypatch.setattr(peers, "_lines", timed)
+    rows = peers._fla(["T1024_H12", "T8192_H96", "ragged_H12"], tuning, print)
+    assert len(rows) == 3
+    if tuning == "full":
+        names = "T1024_H12 T8192_H96 ragged_H12"
+        assert steps == [f"compile {names}", f"time --shapes {names}"]
+        return
+    assert steps == [
+        "compile T1024_H12 ragged_H12",
+        "time --shapes T1024_H12 ragged_H12 --configs --write-configs",
+        "compile T8192_H96 restricted",
+        "time --shapes T8192_H96 --configs",
+    ]
