@@ -146,12 +146,14 @@ def _notes(results: Results) -> str:
     lines += sorted(
         {f"left out, {n}: {why}" for row in results["rows"] for n, why in row["left_out"].items()}
         | {f"left out, {n}: {why}" for n, why in results["peers"]["left_out"].items()}
-        | {
-            f"left out, {row['peer']} on {row['shape']}: {row['failed']}"
-            for row in results["peers"]["rows"]
-            if "failed" in row
-        }
     )
+    failed: dict[tuple[str, str], list[str]] = {}
+    for row in results["peers"]["rows"]:
+        if "failed" in row:
+            failed.setdefault((row["peer"], row["failed"]), []).append(row["shape"])
+    lines += [
+        f"left out, {name} on {', '.join(names)}: {why}" for (name, why), names in failed.items()
+    ]
     return "\n".join(f"- {line}" for line in lines)
 
 
