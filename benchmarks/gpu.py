@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu`: the whole table of a GPU, ours beside the peers that are installed.
 
 Works on any GPU that JAX sees, CUDA or ROCm. Writes JSON, a page and a plot. Exit code 1: a result
-is off from the float64 recurrence; that shape gets no ratio.
+is off from the float64 recurrence, and that shape gets no ratio, or a backend failed with an error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _peers(args: argparse.Namespace, report: peers.Report) -> tuple[peers.Peers,
 
 
 def _wrong(row: dict[str, Any]) -> list[str]:
-    return [name for name in row["backends"] if not gpu_table.correct(row, name)]
+    return [n for n in row["backends"] if not gpu_table.correct(row, n)] + row["failed"]
 
 
 def _print(results: dict[str, Any]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kda_jax import KDAResult, chunk_kda_prefill, supports
 from kda_jax.testing import TOLERANCES, Case, relative_error, scan_in_float64
 
-from . import device_time, inputs
+from . import device_time, inputs, output
 from .device import memory_limit
 from .floor import traffic
 from .shapes import Shape
@@ -38,8 +40,8 @@ def run(
     """Check and time the backends on one shape, bfloat16; returns a JSON-compatible row.
 
     What is checked is the result of the program that is timed. A backend that does not run here is
-    left out with the reason, and so is one that fails with an error. One whose results are off
-    keeps its time in the JSON; `gpu_table` prints no ratio for it.
+    left out with the reason, and so is one that fails with an error, which "failed" lists, too. One
+    whose results are off keeps its time in the JSON; `gpu_table` prints no ratio for it.
 
     Args:
       shape, backends: what to run.
@@ -50,21 +52,21 @@ def run(
     """
     cells: dict[str, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
-    references: dict[tuple[str, int], tuple[Picked, KDAResult]] = {}
+    failed: list[str] = []
+    references: References = {}
     sizes: dict[str, Any] = {"H": shape.H, "K": shape.K, "V": shape.V}
     for backend in backends:
         support = supports(backend, dtype=inputs.DTYPE, **sizes)
         if not support:
             left_out[backend] = support.reason
             continue
-        many = calls or _calls(shape, backend)
+        sets = calls or _calls(shape, backend)
         try:
-            cells[backend] = {
-                kind: _measure(shape, backend, kind, many, budget, step, references)
-                for kind in kinds
-            }
+            program = Program(shape, functools.partial(step, backend=backend), sets, budget)
+            cells[backend] = {kind: program.measure(kind, references) for kind in kinds}
         except Exception as error:  # out of memory, a refused launch: the rest of the table stands
-            left_out[backend] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            left_out[backend] = output.last_error(f"{type(error).__name__}: {error}")
+            failed.append(backend)
     return {
         "shape": shape.name,
         "tokens": shape.tokens,
@@ -73,6 +75,7 @@ def run(
         "traffic": traffic(shape, 2),
         "backends": cells,
         "left_out": left_out,
+        "failed": failed,
     }
 
 
@@ -106,62 +109,70 @@ class Picked:
         return heads("out", 2), heads("final_state", 1)
 
 
-def _measure(
-    shape: Shape,
-    backend: str,
-    kind: str,
-    calls: int,
-    budget: float,
-    step: Callable[..., KDAResult],
-    references: dict[tuple[str, int], tuple[Picked, KDAResult]],
-) -> dict[str, Any]:
-    sets = [inputs.of_shape(shape, kind, seed) for seed in range(calls)]
-    metadata = inputs.layout(shape)
-
-    def call(*args: Any) -> KDAResult:
-        *arrays, metadata = args
-        return step(*arrays, metadata=metadata, backend=backend)
-
-    run = device_time.program(call, (metadata,))
-    results = run(sets)
-    if (kind, calls) not in references:
-        picked = Picked(shape, calls)
-        references[kind, calls] = picked, scan_in_float64(picked.case(sets, shape))
-    picked, want = references[kind, calls]
-    out, state = picked.take(results)
-    errors = relative_error(out, want.out), relative_error(state, want.final_state)
-    finite = all(bool(jax.numpy.isfinite(r.out).all()) for r in results)
-    del results
-    cell: dict[str, Any] = {
-        "error_out": errors[0],
-        "error_state": errors[1],
-        "finite": finite,
-        "heads_checked": len(picked.pairs),
-        # Written so that NaN fails.
-        "parity": finite
-        and all(e <= limit for e, limit in zip(errors, TOLERANCES[inputs.DTYPE], strict=True)),
-    }
-    cell |= {"calls_in_program": calls}
-    timing = device_time.per_call({backend: (run, sets)}, budget=budget)[backend]
-    cell |= timing.to_json() | {"host": device_time.host_time(run, sets)}
-    if timing.median >= _QUEUED_FROM and kind == inputs.KINDS[0]:
-        cell |= _queued(call, sets, metadata, timing.median, budget)
-    return cell
+# What the results of a kind of inputs, in so many sets, are compared with.
+References = dict[tuple[str, int], tuple[Picked, KDAResult]]
 
 
-def _queued(
-    call: Callable[..., KDAResult], sets: Sequence[Any], metadata: Any, median: float, budget: float
-) -> dict[str, Any]:
-    """The same calls as programs of their own, queued: a check on the method.
+class Program:
+    """A backend's calls on one shape as one program, checked and timed on kinds of inputs."""
 
-    Independent calls of one program could overlap, and the time per call would then not be what a
-    prefill takes; queued programs never do.
-    """
-    single, turn = jax.jit(call), [0]
+    def __init__(
+        self, shape: Shape, step: Callable[..., KDAResult], calls: int, budget: float
+    ) -> None:
+        self.shape, self.calls, self.budget = shape, calls, budget
+        self.metadata = inputs.layout(shape)
 
-    def next_call() -> Any:
-        turn[0] = (turn[0] + 1) % len(sets)
-        return single(*sets[turn[0]], metadata)
+        def call(*args: Any) -> KDAResult:
+            *arrays, metadata = args
+            return step(*arrays, metadata=metadata)
 
-    queued = measure({"queued": next_call}, budget=budget / 2, queued=True)["queued"]
-    return {"queued": queued.median, "overlap": not median >= _LEAST_SHARE * queued.median}
+        self.run = device_time.program(call, (self.metadata,))
+        self.single = jax.jit(call)
+
+    def measure(self, kind: str, references: References) -> dict[str, Any]:
+        sets = [inputs.of_shape(self.shape, kind, seed) for seed in range(self.calls)]
+        cell = self._check(sets, kind, references) | {"calls_in_program": self.calls}
+        programs = {kind: (self.run, sets)}
+        timing = device_time.per_call(programs, budget=self.budget)[kind]
+        cell |= timing.to_json() | {"host": device_time.host_time(self.run, sets)}
+        if timing.median >= _QUEUED_FROM and kind == inputs.KINDS[0]:
+            cell |= self._queued(sets, timing.median)
+        return cell
+
+    def _check(
+        self, sets: Sequence[inputs.Arrays], kind: str, references: References
+    ) -> dict[str, Any]:
+        results = self.run(sets)
+        if (kind, self.calls) not in references:
+            picked = Picked(self.shape, self.calls)
+            want = scan_in_float64(picked.case(sets, self.shape))
+            references[kind, self.calls] = picked, want
+        picked, want = references[kind, self.calls]
+        out, state = picked.take(results)
+        errors = relative_error(out, want.out), relative_error(state, want.final_state)
+        finite = all(bool(jnp.isfinite(result.out).all()) for result in results)
+        limits = TOLERANCES[inputs.DTYPE]
+        return {
+            "error_out": errors[0],
+            "error_state": errors[1],
+            "finite": finite,
+            "heads_checked": len(picked.pairs),
+            # Written so that NaN fails.
+            "parity": finite and all(e <= x for e, x in zip(errors, limits, strict=True)),
+        }
+
+    def _queued(self, sets: Sequence[Any], median: float) -> dict[str, Any]:
+        """The same calls as programs of their own, queued: a check on the method.
+
+        Independent calls of one program could overlap, and the time per call would then not be what
+        a prefill takes; queued programs never do.
+        """
+        turn = [0]
+
+        def next_call() -> Any:
+            turn[0] = (turn[0] + 1) % len(sets)
+            return self.single(*sets[turn[0]], self.metadata)
+
+        timings = measure({"queued": next_call}, budget=self.budget / 2, queued=True)
+        queued = timings["queued"].median
+        return {"queued": queued, "overlap": not median >= _LEAST_SHARE * queued}

@@ -127,7 +127,7 @@ def test_a_backend_that_fails_leaves_the_rest_of_the_table(quick: None) -> None:
 
     found = gpu_prefill.run(TINY, ("scan", "chunked"), kinds=("k3",), step=broken, **FAST)
     assert found["left_out"] == {"scan": "RuntimeError: out of luck"}
-    assert found["backends"].keys() == {"chunked"}
+    assert found["backends"].keys() == {"chunked"} and found["failed"] == ["scan"]
 
 
 def test_some_heads_of_long_shapes_are_compared_and_they_are_the_right_ones(quick: None) -> None:
