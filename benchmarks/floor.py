@@ -59,6 +59,27 @@ def floor(shape: Shape, dtype: str, ceilings: Ceilings) -> float:
     return max(compute, traffic(shape, jnp.dtype(dtype).itemsize) / ceilings.copy_bandwidth)
 
 
+def memory_floor(shape: Shape, dtype: str, copy_bandwidth: float) -> float:
+    """Seconds that the traffic alone takes: what bounds the operator where matrix units abound."""
+    return traffic(shape, jnp.dtype(dtype).itemsize) / copy_bandwidth
+
+
+def device_copy_bandwidth(num_bytes: int = 1 << 31, budget: float = 0.5) -> float:
+    """Bytes/s, read + written, of the faster of two copies on JAX's default device.
+
+    One is a copy as XLA does it, the other a kernel that reads and writes each element once; calls
+    are queued, so the host does not count.
+    """
+    stats = jax.devices()[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        num_bytes = min(num_bytes, limit // 8)
+    source = jnp.ones((num_bytes // 4,), jnp.float32)
+    copy, negate = jax.jit(jnp.copy), jax.jit(jnp.negative)
+    functions = {"copy": lambda: copy(source), "negate": lambda: negate(source)}
+    timings = measure(functions, budget=budget, queued=True)
+    return 2.0 * source.nbytes / min(timing.median for timing in timings.values())
+
+
 def measure_ceilings(size: int = 2048, copy_bytes: int = 1 << 29, budget: float = 1.5) -> Ceilings:
     """Measure the peaks with all the cores that the backends use.
 

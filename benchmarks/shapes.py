@@ -33,7 +33,27 @@ PACKS = {
 ONE_SEQUENCE = tuple(Shape(f"T{T}_H{H}", (T,), H) for H in HEADS for T in LENGTHS)
 PACKED = tuple(Shape(f"{name}_H{H}", lens, H) for H in HEADS for name, lens in PACKS.items())
 
-SHAPES = {shape.name: shape for shape in ONE_SEQUENCE + PACKED}
+# The table for GPUs, and the time of each shape that is aimed at, as a ratio to FLA's in one run.
+GPU_TARGETS = {
+    Shape("T1024_H12", (1024,), 12): 0.31,
+    Shape("T8192_H12", (8192,), 12): 0.29,
+    Shape("T65536_H12", (65536,), 12): 0.32,
+    Shape("T8192_H32", (8192,), 32): 0.35,
+    Shape("T8192_H64", (8192,), 64): 0.35,
+    Shape("T8192_H96", (8192,), 96): 0.31,
+    Shape("8x1024_H12", PACKS["8x1024"], 12): 0.31,
+    Shape("8x1024_H96", PACKS["8x1024"], 96): 0.28,
+    Shape("ragged_H12", PACKS["ragged"], 12): 0.33,
+    Shape("ragged_H96", PACKS["ragged"], 96): 0.31,
+    Shape("64x128_H12", PACKS["64x128"], 12): 0.33,
+    Shape("64x128_H96", PACKS["64x128"], 96): 0.29,
+}
+
+SHAPES = {shape.name: shape for shape in (*ONE_SEQUENCE, *PACKED, *GPU_TARGETS)}
+TARGETS = {shape.name: ratio for shape, ratio in GPU_TARGETS.items()}
+
+# What `python -m benchmarks.gpu` runs.
+GPU = tuple(TARGETS)
 
 # What `make bench` runs.
 CPU = (*(shape.name for shape in ONE_SEQUENCE), "ragged_H4", "ragged_H12")

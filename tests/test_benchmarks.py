@@ -87,7 +87,8 @@ def test_the_floor_counts_each_token_and_head_once():
 
 
 def test_shapes_have_unique_names_and_the_cpu_table_is_complete():
-    assert len(shapes.SHAPES) == len(shapes.ONE_SEQUENCE) + len(shapes.PACKED)
+    everything = {*shapes.ONE_SEQUENCE, *shapes.PACKED, *shapes.GPU_TARGETS}
+    assert len(shapes.SHAPES) == len(everything)
     assert set(shapes.CPU) <= shapes.SHAPES.keys()
     cells = {(s.H, s.tokens) for s in map(shapes.SHAPES.get, shapes.CPU) if len(s.seq_lens) == 1}
     assert cells == {(H, T) for H in (4, 12) for T in (256, 1024, 4096, 16384)}
