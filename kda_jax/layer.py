@@ -29,7 +29,14 @@ from .linear import Linear
 from .metadata import ChunkMetadata
 from .ops import chunk_kda_prefill
 
-__all__ = ["KDACache", "KDALayerConfig", "KDAState", "KimiDeltaAttention", "LayerStates", "OpInputs"]
+__all__ = [
+    "KDACache",
+    "KDALayerConfig",
+    "KDAState",
+    "KimiDeltaAttention",
+    "LayerStates",
+    "OpInputs",
+]
 
 # The range of dt_bias in the released weights: slow decay nearly everywhere.
 _DT_BIAS_RANGE = (-7.8, -1.4)
