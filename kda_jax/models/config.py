@@ -73,6 +73,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
+    bos_token_id: int | None = None
     pad_token_id: int | None = None
     max_position_embeddings: int = 1048576
     dtype: str = "bfloat16"
@@ -171,6 +172,7 @@ _SAME = (
     "attn_res_block_size",
     "rms_norm_eps",
     "tie_word_embeddings",
+    "bos_token_id",
     "pad_token_id",
 )
 # Published name, and the names that transformers also takes.

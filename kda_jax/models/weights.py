@@ -164,6 +164,8 @@ def _published(config: ModelConfig, name: str, leaf: jax.Array) -> Iterator[tupl
         layer = published.split(".")[2] if published.startswith("model.layers.") else ""
         if layer and config.is_moe(int(layer)):
             published = published.replace(".mlp.", ".block_sparse_moe.")
+        if src.kind == "A_log" and config.model_type == "kimi_linear":
+            array = array.reshape(1, 1, -1, 1)
         yield prefix + published, np.ascontiguousarray(array)
 
 

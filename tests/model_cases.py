@@ -1,0 +1,127 @@
+"""Small models for the tests: configs, random weights of which no part is 0 or 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kda_jax import models
+from kda_jax.models.names import canonical, parameter_name, parameter_view, source
+from kda_jax.models.views import View
+from kda_jax.models.weights import model_class
+
+DATA = Path(__file__).parent / "data"
+
+LINEAR = {
+    "model_type": "kimi_linear",
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 16,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.446,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "mla_use_nope": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "dtype": "float32",
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2],
+        "num_heads": 2,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+def k3(layers: int = 3, full: tuple[int, ...] = (2,), **changes: Any) -> dict[str, Any]:
+    """A small Kimi-K3: all that sets it apart from Kimi-Linear; full counts from 1."""
+    linear = {
+        "kda_layers": [i + 1 for i in range(layers) if i + 1 not in full],
+        "full_attn_layers": list(full),
+        "num_heads": 2,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "use_full_rank_gate": True,
+    }
+    text = LINEAR | {
+        "num_hidden_layers": layers,
+        "q_lora_rank": 10,
+        "mla_use_output_gate": True,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": 2,
+        "routed_expert_hidden_size": 12,
+        "latent_moe_use_norm": True,
+        "routed_scaling_factor": 1.0,
+        "num_shared_experts": 2,
+        "linear_attn_config": linear,
+    }
+    return {"model_type": "kimi_k3", "text_config": text | changes}
+
+
+def random_model(hf_config: dict[str, Any], seed: int = 0, **overrides: Any) -> Any:
+    """A model whose norms, biases and gates are random too."""
+    config = models.from_config(hf_config, **overrides)
+    model = model_class(config)(config, rngs=nnx.Rngs(seed))
+    random = np.random.default_rng(seed)
+
+    def vary(path: Any, leaf: jax.Array) -> jax.Array:
+        name = parameter_name(path)
+        noise = random.standard_normal(leaf.shape)
+        if name.endswith(("norm.weight", "o_norm", ".norm", "layernorm.weight")):
+            return jnp.asarray(1 + 0.2 * noise, leaf.dtype)
+        if name.endswith("e_score_correction_bias"):
+            return jnp.asarray(0.1 * noise, leaf.dtype)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(vary, model)
+
+
+def layer_from(layer: Any, tensors: dict[str, np.ndarray]) -> Any:
+    """A KDA layer with the tensors of a published (or transformers') self_attn."""
+    prefix = "layers.0.self_attn."
+    views = {
+        f"model.{prefix}{name}": View(array.shape, lambda index, array=array: array[index])
+        for name, array in tensors.items()
+    }
+    found, _ = canonical(views)
+
+    def load(path: Any, leaf: jax.Array) -> jax.Array:
+        src = source(prefix + parameter_name(path), leaf.shape)
+        value = parameter_view(src.kind, [found.pop(name) for name in src.names]).all()
+        assert value.shape == leaf.shape
+        return jnp.asarray(value, leaf.dtype)
+
+    layer = jax.tree_util.tree_map_with_path(load, layer)
+    assert not found, f"unused: {sorted(found)}"
+    return layer
+
+
+def text(length: int, vocab: int = 96, seed: int = 1) -> np.ndarray:
+    """Token numbers without the end of text."""
+    return np.random.default_rng(seed).integers(3, vocab, length).astype(np.int32)
