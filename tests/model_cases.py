@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kda_jax import models
 from kda_jax.models.names import canonical, parameter_name, parameter_view, source
 from kda_jax.models.views import View
-from kda_jax.models.weights import model_class
 
 DATA = Path(__file__).parent / "data"
 
@@ -87,19 +85,30 @@ def k3(layers: int = 3, full: tuple[int, ...] = (2,), **changes: Any) -> dict[st
 def random_model(hf_config: dict[str, Any], seed: int = 0, **overrides: Any) -> Any:
     """A model whose norms, biases and gates are random too."""
     config = models.from_config(hf_config, **overrides)
-    model = model_class(config)(config, rngs=nnx.Rngs(seed))
     random = np.random.default_rng(seed)
 
-    def vary(path: Any, leaf: jax.Array) -> jax.Array:
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_name(path)
         noise = random.standard_normal(leaf.shape)
         if name.endswith(("norm.weight", "o_norm", ".norm", "layernorm.weight")):
-            return jnp.asarray(1 + 0.2 * noise, leaf.dtype)
-        if name.endswith("e_score_correction_bias"):
-            return jnp.asarray(0.1 * noise, leaf.dtype)
-        return leaf
+            noise = 1 + 0.2 * noise
+        elif name.endswith("e_score_correction_bias"):
+            noise = 0.1 * noise
+        elif name.endswith("A_log"):
+            noise = 0.5 * noise + 1
+        elif name.endswith("dt_bias"):
+            noise = noise - 4
+        elif name.endswith("conv1d"):
+            noise = 0.5 * noise
+        elif name == "lm_head.weight" or leaf.ndim == 1:
+            noise = noise * leaf.shape[-1] ** -0.5
+        elif leaf.ndim > 1 and name != "embed_tokens.weight":
+            fan_in = leaf.shape[-1] if name.endswith("gate.weight") else leaf.shape[-2]
+            fan_in = leaf.shape[0] if name.endswith("qkv_proj") else fan_in
+            noise = noise * fan_in**-0.5
+        return jnp.asarray(noise, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(vary, model)
+    return jax.tree_util.tree_map_with_path(draw, models.abstract_model(config))
 
 
 def layer_from(layer: Any, tensors: dict[str, np.ndarray]) -> Any:

@@ -79,7 +79,8 @@ def moe(w, name, x, config, act):
 
 def mla(w, name, x, config):
     """Keys and values expanded per head; every token sees itself and those before it."""
-    heads, nope, rope = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))  # fmt: skip
+    heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
     v_dim, lora = config["v_head_dim"], config["kv_lora_rank"]
     if config["q_lora_rank"] is None:
         q = x @ w[f"{name}.q_proj.weight"].T

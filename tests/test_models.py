@@ -59,7 +59,7 @@ def test_attention_residual():
     stream, *bank = (rows(6, 24, seed) for seed in range(4))
     norm, proj = (np.asarray(p[...], float) for p in (layer.norm, layer.proj))
     want = reference.attention_residual(stream.astype(float), bank, norm, proj)
-    close(layer(stream, bank), want)
+    close(quick_jit(lambda m, s, b: m(s, b))(layer, stream, bank), want)
     np.testing.assert_array_equal(layer(stream, []), stream)
 
 
@@ -88,8 +88,8 @@ def test_mixture_of_experts(latent, groups):
 @pytest.mark.parametrize("q_lora", [10, None])
 def test_mla_in_one_step_in_parts_and_by_token(q_lora):
     hf = k3(q_lora_rank=q_lora)
-    config = models.from_config(hf)
-    layer = MLA(config, rngs=nnx.Rngs(1))
+    layer = random_model(hf).layers[1].self_attn
+    assert isinstance(layer, MLA)
     x = rows(90, 24)
     w = published(layer, "layers.0.self_attn.")
     want = reference.mla(w, "model.layers.0.self_attn", x.astype(float), hf["text_config"])
@@ -124,8 +124,8 @@ def test_mla_in_one_step_in_parts_and_by_token(q_lora):
 def test_kda_layer_of_both_gates(fused_projections):
     """Low-rank output gate and softplus gate, against the reference; fused or not."""
     hf = LINEAR | {"dtype": "float32"}
-    config = models.from_config(hf, fused_projections=fused_projections, backend="scan")
-    layer = KimiDeltaAttention(config.kda, rngs=nnx.Rngs(4))
+    model = random_model(hf, fused_projections=fused_projections, backend="scan")
+    layer = model.layers[0].self_attn
     x = rows(64, 24)
     w = published(layer, "layers.0.self_attn.")
     want = reference.kda(w, "model.layers.0.self_attn", x.astype(float), hf)
@@ -136,17 +136,27 @@ def test_kda_layer_of_both_gates(fused_projections):
 # --- whole models ----------------------------------------------------------------------------
 
 
-def in_parts(model, tokens, sizes, backend="chunked"):
+# Compiled without optimization: most of the time of these tests is XLA's code generation.
+prefill = quick_jit(
+    lambda model, tokens, metadata, cache, **options: models.prefill(
+        model, tokens, metadata, cache, **options
+    ),
+    static_argnames=("backend", "all_logits", "hidden_states"),
+)
+decode_step = quick_jit(lambda model, tokens, cache: models.decode_step(model, tokens, cache))
+
+
+def in_parts(model, tokens, sizes):
     """The last logits after each part, then after each of the tokens that are left."""
     cache, done, got = models.empty_cache(model.config, 1, len(tokens)), 0, {}
     for n in sizes:
         metadata = ChunkMetadata.from_seq_lens([n], capacity=Capacity(64, 1, 2))
         packed = metadata.pad_tokens(tokens[done : done + n], 0)
-        out, cache = models.prefill(model, packed, metadata, cache, backend=backend)
+        out, cache = prefill(model, packed, metadata, cache)
         done += n
         got[done - 1] = out.logits[0]
     while done < len(tokens):
-        out, cache = models.decode_step(model, jnp.asarray(tokens[done : done + 1]), cache)
+        out, cache = decode_step(model, jnp.asarray(tokens[done : done + 1]), cache)
         got[done] = out.logits[0]
         done += 1
     return got
@@ -155,16 +165,16 @@ def in_parts(model, tokens, sizes, backend="chunked"):
 def test_k3_of_13_layers_against_numpy():
     """Crosses a block of 12 layers; MLA at 4, 8, 12 and 13, as the rule of the real one has it."""
     hf = k3(13, (4, 8, 12, 13), attn_res_block_size=12, num_experts=4, num_experts_per_token=2)
-    model = random_model(hf, seed=5, backend="chunked")
+    model = random_model(hf, seed=5, backend="scan")
     tokens = text(40)
     want = reference.forward(published(model), tokens, hf["text_config"])
-    for position, logits in in_parts(model, tokens, (30, 7)).items():
+    for position, logits in in_parts(model, tokens, (30, 10)).items():
         close(logits, want[position], atol=1e-4)
 
 
 def test_tied_kimi_linear_against_numpy():
     hf = LINEAR | {"tie_word_embeddings": True}
-    model = random_model(hf, seed=6, backend="chunked")
+    model = random_model(hf, seed=6, backend="scan")
     tokens = text(40)
     want = reference.forward(published(model), tokens, hf)
     for position, logits in in_parts(model, tokens, (30, 7)).items():
@@ -176,14 +186,14 @@ def stored():
     return load_file(DATA / "kimi_linear_outputs.safetensors")
 
 
-@pytest.mark.parametrize("backend", ["chunked", pytest.param("fused", marks=needs_fused)])
+@pytest.mark.parametrize("backend", ["scan", pytest.param("fused", marks=needs_fused)])
 def test_stored_logits_of_transformers(stored, backend):
     """Made by tests/transformers_models.py with transformers 5.24.0 and torch 2.13.0."""
     model = models.from_pretrained(DATA / "kimi_linear")
     metadata = ChunkMetadata.from_seq_lens([80, 33], capacity=Capacity(128, 2, 4))
     tokens = metadata.pad_tokens(np.concatenate([stored["tokens"], stored["tokens"][:33]]), 0)
     cache = models.empty_cache(model.config, 2, 80)
-    out, _ = models.prefill(
+    out, _ = prefill(
         model, tokens, metadata, cache, backend=backend, all_logits=True, hidden_states=True
     )
     for start, n in ((0, 80), (80, 33)):
@@ -202,7 +212,7 @@ def test_stored_bounded_layer_of_transformers():
     x, want = tensors.pop("x"), tensors.pop("y")
     config = KDALayerConfig(hidden=16, heads=2, head_dim=16, dtype="float32", full_rank_gate=False)
     layer = layer_from(KimiDeltaAttention(config, rngs=nnx.Rngs(0)), tensors)
-    run = quick_jit(lambda m, x, d: m(x, d, backend="chunked"))
+    run = quick_jit(lambda m, x, d: m(x, d, backend="scan"))
     y, _ = run(layer, x, ChunkMetadata.from_seq_lens([len(x)]))
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
 
@@ -212,5 +222,3 @@ def test_stored_case_is_of_this_format():
     assert config["model_type"] == "kimi_linear"
     total = sum(f.stat().st_size for f in DATA.rglob("*") if f.is_file())
     assert total < 1_000_000
-
-

@@ -25,7 +25,6 @@ from programs import FUSED  # noqa: E402
 from kda_jax import Capacity, ChunkMetadata, chunk_kda_prefill, models  # noqa: E402
 from kda_jax.layer import KDALayerConfig, KimiDeltaAttention  # noqa: E402
 
-
 BACKENDS = ["chunked", FUSED]
 LONGEST = 130
 close = {"rtol": 1e-4, "atol": 1e-4}

@@ -1,7 +1,7 @@
 """Small random models of transformers, and what they compute: for the parity tests.
 
-Nothing here is imported where torch or transformers is missing. `python tests/transformers_models.py` writes
-the stored cases of tests/data that the ordinary suite checks.
+Nothing here is imported where torch or transformers is missing. As a script it writes the stored
+cases of tests/data that the ordinary suite checks.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ def write_cases() -> None:
     arrays |= {f"hidden.{i}": h[0].numpy() for i, h in enumerate(out.hidden_states)}
     save_file(arrays, DATA / "kimi_linear_outputs.safetensors")
     arrays = {name: t.numpy() for name, t in layer.state_dict().items()}
-    save_file(
-        arrays | {"x": x[0].numpy(), "y": y[0].numpy()}, DATA / "bounded_layer.safetensors"
-    )
+    save_file(arrays | {"x": x[0].numpy(), "y": y[0].numpy()}, DATA / "bounded_layer.safetensors")
 
 
 if __name__ == "__main__":
