@@ -25,7 +25,7 @@ from flax import nnx
 from .conv import causal_conv1d, causal_conv1d_step, token_positions
 from .decode import kda_decode_step
 from .layer_types import KDACache, KDALayerConfig, KDAState, LayerStates
-from .linear import Linear
+from .linear import Linear, normal
 from .metadata import ChunkMetadata
 from .ops import chunk_kda_prefill
 
@@ -67,36 +67,37 @@ class KimiDeltaAttention(nnx.Module):
     weights, exp(A_log) in [1, 16] as the field initialises it.
     """
 
-    def __init__(self, config: KDALayerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: KDALayerConfig, *, rngs: nnx.Rngs | None):
         self.config = config
         dtype, channels = jnp.dtype(config.dtype), config.channels
 
         def linear(fan_in: int, fan_out: int) -> Linear:
             return Linear(fan_in, fan_out, config.dtype, rngs=rngs)
 
-        def normal(*shape: int, fan_in: int) -> nnx.Param:
-            values = jax.random.normal(rngs.params(), shape, dtype)
-            return nnx.Param(values * jnp.asarray(fan_in**-0.5, dtype))
+        def conv(*shape: int) -> nnx.Param:
+            return normal(rngs, (*shape, config.conv_width), dtype, config.conv_width**-0.5)
+
+        def uniform(size: int, low: float, high: float) -> jax.Array:
+            if rngs is None:  # only the shapes matter
+                return jnp.ones((size,), jnp.float32)
+            return jax.random.uniform(rngs.params(), (size,), jnp.float32, low, high)
 
         if config.fused_projections:
-            self.qkv_proj = normal(config.hidden, 3, channels, fan_in=config.hidden)
-            self.qkv_conv1d = normal(3, channels, config.conv_width, fan_in=config.conv_width)
+            shape = (config.hidden, 3, channels)
+            self.qkv_proj = normal(rngs, shape, dtype, config.hidden**-0.5)
+            self.qkv_conv1d = conv(3, channels)
         else:
             self.q_proj = linear(config.hidden, channels)
             self.k_proj = linear(config.hidden, channels)
             self.v_proj = linear(config.hidden, channels)
-            self.q_conv1d = normal(channels, config.conv_width, fan_in=config.conv_width)
-            self.k_conv1d = normal(channels, config.conv_width, fan_in=config.conv_width)
-            self.v_conv1d = normal(channels, config.conv_width, fan_in=config.conv_width)
+            self.q_conv1d = conv(channels)
+            self.k_conv1d = conv(channels)
+            self.v_conv1d = conv(channels)
         self.f_a_proj = linear(config.hidden, config.head_dim)
         self.f_b_proj = linear(config.head_dim, channels)
         self.b_proj = linear(config.hidden, config.heads)
-        low, high = _DT_BIAS_RANGE
-        rate = jax.random.uniform(rngs.params(), (config.heads,), jnp.float32, 1.0, 16.0)
-        self.A_log = nnx.Param(jnp.log(rate))
-        self.dt_bias = nnx.Param(
-            jax.random.uniform(rngs.params(), (channels,), jnp.float32, low, high)
-        )
+        self.A_log = nnx.Param(jnp.log(uniform(config.heads, 1.0, 16.0)))
+        self.dt_bias = nnx.Param(uniform(channels, *_DT_BIAS_RANGE))
         self.o_norm = nnx.Param(jnp.ones((config.head_dim,), dtype))
         if config.full_rank_gate:
             self.g_proj = linear(config.hidden, channels)

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ..linear import normal
 from .norm import rms_normalize
 
 
 class AttentionResidual(nnx.Module):
     """norm: [hidden], proj: [hidden]."""
 
-    def __init__(self, hidden: int, eps: float, dtype: str, *, rngs: nnx.Rngs):
+    def __init__(self, hidden: int, eps: float, dtype: str, *, rngs: nnx.Rngs | None):
         self.eps = eps
         self.norm = nnx.Param(jnp.ones((hidden,), jnp.dtype(dtype)))
-        values = jax.random.normal(rngs.params(), (hidden,), jnp.dtype(dtype))
-        self.proj = nnx.Param(values * jnp.asarray(hidden**-0.5, values.dtype))
+        self.proj = normal(rngs, (hidden,), dtype, hidden**-0.5)
 
     def __call__(self, stream: jax.Array, bank: Sequence[jax.Array]) -> jax.Array:
         """stream [R, hidden] and the block values so far, each [R, hidden] -> [R, hidden].

@@ -45,7 +45,7 @@ class States(NamedTuple):
 class DecoderLayer(nnx.Module):
     """input_layernorm, self_attn (KDA or MLA), post_attention_layernorm, mlp (dense or experts)."""
 
-    def __init__(self, config: ModelConfig, index: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, *, rngs: nnx.Rngs | None):
         hidden, eps, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
@@ -137,7 +137,7 @@ class Outputs(NamedTuple):
 class LanguageModel(nnx.Module):
     """Embedding, layers, norm and head. A model file says how the layers are strung together."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         hidden, dtype = config.hidden_size, config.dtype
         self.config = config
         self.embed_tokens = Vocab(config.vocab_size, hidden, dtype, 1.0, rngs=rngs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ..linear import normal
 from .batch import Axes
 from .config import Activation
 from .mlp import gated
@@ -30,17 +31,13 @@ class Experts(nnx.Module):
         activation: Activation,
         dtype: str,
         *,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         self.activation, self.total = activation, experts
 
-        def weight(*shape: int) -> nnx.Param:
-            values = jax.random.normal(rngs.params(), shape, jnp.dtype(dtype))
-            return nnx.Param(values * jnp.asarray(shape[1] ** -0.5, values.dtype))
-
-        self.gate = weight(experts, width, inner)
-        self.up = weight(experts, width, inner)
-        self.down = weight(experts, inner, width)
+        self.gate = normal(rngs, (experts, width, inner), dtype, width**-0.5)
+        self.up = normal(rngs, (experts, width, inner), dtype, width**-0.5)
+        self.down = normal(rngs, (experts, inner, width), dtype, inner**-0.5)
 
     def __call__(self, x: jax.Array, choice: jax.Array, weight: jax.Array, axes: Axes) -> jax.Array:
         """The weighted sum of the chosen experts' outputs.

@@ -24,7 +24,7 @@ from .decoder import LanguageModel, States
 class KimiK3(LanguageModel):
     """See the module's docstring."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         if config.attn_res_block_size is None:
             raise ValueError(
                 "attn_res_block_size is None: that is Kimi-Linear's stream; use KimiLinear"

@@ -37,7 +37,7 @@ class MLACache(NamedTuple):
 class MLA(nnx.Module):
     """See the module's docstring. Under `jax.shard_map` with split heads, y is a part of a sum."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         self.nope, self.rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.v_dim, self.kv_lora = config.v_head_dim, config.kv_lora_rank
         hidden, heads, dtype = config.hidden_size, config.num_attention_heads, config.dtype

@@ -30,7 +30,7 @@ class MLP(nnx.Module):
     """``down_proj(gated(gate_proj(x), up_proj(x)))``; with split columns, a part of a sum."""
 
     def __init__(
-        self, hidden: int, inner: int, activation: Activation, dtype: str, *, rngs: nnx.Rngs
+        self, hidden: int, inner: int, activation: Activation, dtype: str, *, rngs: nnx.Rngs | None
     ):
         self.activation = activation
         self.gate_proj = Linear(hidden, inner, dtype, rngs=rngs)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..linear import Linear
+from ..linear import Linear, normal
 from .batch import Axes
 from .config import ModelConfig
 from .experts import Experts
@@ -26,15 +26,14 @@ from .norm import RMSNorm
 class Router(nnx.Module):
     """weight: [E, hidden]; e_score_correction_bias: [E]; both float32."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         self.top_k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
         self.groups, self.top_groups = config.num_expert_group, config.topk_group
         self.renormalize = config.moe_renormalize
         self.softmax = config.moe_router_activation_func == "softmax"
         shape = (config.num_experts, config.hidden_size)
         wide = jnp.promote_types(jnp.dtype(config.dtype), jnp.float32)
-        values = jax.random.normal(rngs.params(), shape, wide)
-        self.weight = nnx.Param(values * config.hidden_size**-0.5)
+        self.weight = normal(rngs, shape, wide, config.hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(shape[:1], wide))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +62,7 @@ class Router(nnx.Module):
 class MoE(nnx.Module):
     """See the module's docstring."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         hidden, dtype, act = config.hidden_size, config.dtype, config.activation
         inner, latent = config.moe_intermediate_size, config.routed_expert_hidden_size
         self.num_experts, self.latent = config.num_experts, latent is not None

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ..linear import normal
 from .batch import Axes
 
 
 class Vocab(nnx.Module):
     """weight: [V, hidden]; the same kind of table embeds tokens and scores them."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: str, scale: float, *, rngs: nnx.Rngs):
-        values = jax.random.normal(rngs.params(), (vocab, hidden), jnp.dtype(dtype))
-        self.weight = nnx.Param(values * jnp.asarray(scale, values.dtype))
+    def __init__(self, vocab: int, hidden: int, dtype: str, scale: float, *, rngs: nnx.Rngs | None):
+        self.weight = normal(rngs, (vocab, hidden), dtype, scale)
 
     def embed(self, tokens: jax.Array, valid: jax.Array, axes: Axes) -> jax.Array:
         """tokens int32 [R] -> [R, hidden], zeros where not valid."""

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -52,7 +51,7 @@ def model_class(config: ModelConfig) -> type[LanguageModel]:
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """The model with shapes in place of weights: nothing is computed or allocated."""
-    return jax.eval_shape(lambda: model_class(config)(config, rngs=nnx.Rngs(0)))
+    return jax.eval_shape(lambda: model_class(config)(config, rngs=None))
 
 
 def from_pretrained(
@@ -134,7 +133,8 @@ def save_pretrained(
             size = 0
         shards[-1].append(name)
         size += leaf.nbytes
-    files, index = [], {}
+    files: list[Path] = []
+    index: dict[str, str] = {}
     for i, names in enumerate(shards):
         single = len(shards) == 1
         file = (
