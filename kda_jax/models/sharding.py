@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..layer_types import KDAState
@@ -64,7 +64,7 @@ def _axes_of(name: str) -> tuple[str | None, ...]:
     return ("expert", "model") if name.endswith(".experts.down") else ()
 
 
-def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """How the parameter `name` lies on the mesh.
 
     Raises:
@@ -82,7 +82,7 @@ def parameter_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*spec)
 
 
-def model_shardings(model: LanguageModel, mesh: Mesh) -> Any:
+def model_shardings(model: LanguageModel, mesh: Mesh | AbstractMesh) -> Any:
     """A NamedSharding for each parameter, as a tree like the model."""
 
     def one(path: Any, leaf: Any) -> NamedSharding:
@@ -96,11 +96,11 @@ def shard_model(model: LanguageModel, mesh: Mesh) -> LanguageModel:
     return jax.device_put(model, model_shardings(model, mesh))
 
 
-def _present(mesh: Mesh, axis: str) -> str | None:
+def _present(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
     return axis if axis in mesh.shape else None
 
 
-def cache_specs(config: ModelConfig, mesh: Mesh) -> ModelCache:
+def cache_specs(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelCache:
     """Specs of a cache with a leading data axis: KDA states over heads, MLA rows whole.
 
     Conv windows hold q, k and v channels of a device's heads together, in this order.
@@ -137,7 +137,7 @@ class ShardedSteps:
     """
 
     config: ModelConfig
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @property
     def axes(self) -> Axes:
@@ -224,7 +224,7 @@ def stack_metadata(parts: Any) -> Any:
     return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(i) for i in x]), *parts)
 
 
-def device_bytes(model: LanguageModel, mesh: Mesh) -> int:
+def device_bytes(model: LanguageModel, mesh: Mesh | AbstractMesh) -> int:
     """Bytes of parameters that one device of the mesh holds."""
     total = 0
     for name, leaf in parameters(model).items():
