@@ -161,6 +161,7 @@ class ShardedSteps:
                 )
                 return _with_data_axis((out.logits, out.checkpoints, after))
 
+            tokens, metadata = self._place((tokens, metadata))
             return self._shard_map(local, model, 2)(model, tokens, metadata, cache)
 
         return run
@@ -180,9 +181,16 @@ class ShardedSteps:
                 out, _, after = forward(model, tokens, batch, None, cache, axes=self.axes)
                 return _with_data_axis((out.logits, after))
 
+            tokens, active = self._place((tokens, active))
             return self._shard_map(local, model, 2, False)(model, tokens, active, cache)
 
         return run
+
+    def _place(self, arrays: Any) -> Any:
+        """Splits inputs over the data axis; on axes of type Auto the partitioner does."""
+        if not self.mesh.abstract_mesh.explicit_axes:
+            return arrays
+        return jax.reshard(arrays, NamedSharding(self.mesh, P(_present(self.mesh, "data"))))
 
     def _shard_map(self, local: Any, model: Any, inputs: int, checkpoints: bool = True) -> Any:
         data, heads = _present(self.mesh, "data"), _present(self.mesh, "model")

@@ -1,0 +1,230 @@
+"""Steps and generation: prefill in parts, decode, mixed steps, checkpoints, traces, sampling."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_cases import LINEAR, k3, random_model, text
+from programs import FUSED, quick_jit
+
+from kda_jax import Capacity, ChunkMetadata, models
+from kda_jax.models import generation
+
+close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+
+# K = V = 64: what the native kernel takes.
+WIDE = {**k3()["text_config"]["linear_attn_config"], "num_heads": 1, "head_dim": 64}
+PROMPTS = [text(n, seed=n) for n in (3, 70, 1, 29)]
+
+prefill = quick_jit(
+    lambda model, tokens, metadata, cache: models.prefill(model, tokens, metadata, cache)
+)
+mixed_step = quick_jit(lambda *args: models.mixed_step(*args))
+decode_step = quick_jit(lambda *args: models.decode_step(*args))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(k3(), backend="scan")
+
+
+def packed(parts, **options):
+    options.setdefault("capacity", Capacity(128, 4, 6, 2))
+    metadata = ChunkMetadata.from_seq_lens([len(p) for p in parts], **options)
+    return metadata.pad_tokens(np.concatenate(parts), 0), metadata
+
+
+def empty(model, rows=4):
+    return models.empty_cache(model.config, rows, 128)
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    """One prefill of all prompts: outputs and cache."""
+    offsets = [[], [64, 5], [], []]
+    return prefill(model, *packed(PROMPTS, checkpoint_offsets=offsets), empty(model))
+
+
+def test_split_prefill_equals_one(model, whole):
+    """Uneven parts, some of them empty, then the same states and logits."""
+    cuts = [(3, 10, 0, 29), (0, 60, 1, 0)]
+    cache, done, logits = empty(model), np.zeros(4, int), np.zeros((4, 96), "f")
+    for lengths in cuts:
+        parts = [p[d : d + n] for p, d, n in zip(PROMPTS, done, lengths, strict=True)]
+        out, cache = prefill(model, *packed(parts), cache)
+        logits = np.where(np.array(lengths)[:, None] > 0, out.logits, logits)
+        done += lengths
+    close(logits, whole[0].logits)
+    same_state(cache, whole[1])
+
+
+def same_state(got, want):
+    """The same lengths, states and the MLA rows that count."""
+    np.testing.assert_array_equal(got.length, want.length)
+    for a, b in zip(got.layers, want.layers, strict=True):
+        if hasattr(a, "rows"):
+            seen = (np.arange(a.rows.shape[1]) < np.asarray(want.length)[:, None])[..., None]
+            close(np.where(seen, a.rows, 0), np.where(seen, b.rows, 0))
+        else:
+            jax.tree.map(close, a, b)
+
+
+def test_decode_equals_prefill(model, whole):
+    """Rows at different positions; an idle row keeps its cache and predicts nothing."""
+    nexts = [text(3, seed=50 + i) for i in range(4)]
+    _, start = whole
+    active = jnp.array([True, True, False, True])
+    cache = start
+    for step in range(3):
+        tokens = jnp.asarray([n[step] for n in nexts])
+        out, cache = decode_step(model, tokens, cache, active)
+        assert not np.any(out.logits[2])
+    parts = [n if i != 2 else n[:0] for i, n in enumerate(nexts)]
+    want, after = prefill(model, *packed(parts), start)
+    close(out.logits, want.logits)
+    same_state(cache, after)
+
+
+def test_mixed_step_equals_its_two_halves(model, whole):
+    """Decode rows first, then a prefill: the same as one after the other."""
+    _, start = whole
+    tokens = jnp.asarray([7, 8, 9, 10], jnp.int32)
+    active = jnp.array([True, False, True, True])
+    news, metadata = packed([PROMPTS[3], PROMPTS[0], PROMPTS[1][:40], PROMPTS[2][:0]])
+    together = jnp.concatenate([tokens, news])
+    out, decoded, filled = mixed_step(model, together, metadata, start, empty(model), active)
+    want_decode, want_decoded = decode_step(model, tokens, start, active)
+    want_fill, want_filled = prefill(model, news, metadata, empty(model))
+    close(out.logits[:4], want_decode.logits)
+    close(out.logits[4:], want_fill.logits)
+    same_state(decoded, want_decoded)
+    same_state(filled, want_filled)
+
+
+@pytest.mark.parametrize(("row", "offset"), [(0, 64), (1, 5)])
+def test_a_checkpoint_is_complete(model, whole, row, offset):
+    """Recurrent state, convolution window and MLA length: the prompt goes on from it."""
+    out, cache = whole
+    assert int(out.checkpoints.length[row]) == offset
+    again = models.resume(cache, out.checkpoints, row)
+    rows = models.put_rows(empty(model), jnp.array([2]), again)
+    parts = [PROMPTS[0][:0], PROMPTS[0][:0], PROMPTS[1][offset:], PROMPTS[0][:0]]
+    rest, after = prefill(model, *packed(parts), rows)
+    close(rest.logits[2], out.logits[1])
+    pick = functools.partial(models.take_rows)
+    same_state(pick(after, jnp.array([2])), pick(cache, jnp.array([1])))
+
+
+def test_fresh_rows_ignore_what_the_cache_holds(model, whole):
+    nan = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.dtype != jnp.int32 else x, empty(model)
+    )
+    nan = nan._replace(
+        layers=tuple(
+            b if hasattr(b, "rows") else a
+            for a, b in zip(nan.layers, empty(model).layers, strict=True)
+        )
+    )
+    out, _ = prefill(model, *packed(PROMPTS), nan)
+    close(out.logits, whole[0].logits)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Two layers, one of each kind, as small as the native kernel allows."""
+    linear = WIDE | {"kda_layers": [1], "full_attn_layers": [2]}
+    return random_model(k3(num_hidden_layers=2, linear_attn_config=linear))
+
+
+@pytest.fixture(scope="module")
+def tokens_of_chunked(wide):
+    return models.generate(wide, PROMPTS, 8, eos=(), backend="chunked")
+
+
+@pytest.mark.parametrize("backend", [FUSED])
+def test_same_tokens_from_every_backend(wide, tokens_of_chunked, backend):
+    assert models.generate(wide, PROMPTS, 8, eos=(), backend=backend) == tokens_of_chunked
+
+
+def test_generate_is_greedy_stops_and_splits(wide, tokens_of_chunked):
+    """Against single steps; a prefill budget and the end of text change nothing else."""
+    assert [len(t) for t in tokens_of_chunked] == [8] * 4
+    ends = [tokens_of_chunked[0][2], tokens_of_chunked[1][5]]
+    stopped = models.generate(wide, PROMPTS, 8, eos=ends, step_tokens=40)
+    for got, want in zip(stopped, tokens_of_chunked, strict=True):
+        stop = next((i for i, t in enumerate(want) if t in ends), 7)
+        assert got == want[: stop + 1]
+
+
+def test_one_trace_per_bucket(wide):
+    """Other lengths and other checkpoints in one bucket run the same program."""
+    before = generation.prefill._cache_size(), generation.decode_step._cache_size()
+    cache = models.empty_cache(wide.config, 4, 64)
+    for lengths in ([3, 20, 40], [64, 0, 0, 0], [1, 1, 61], [16, 16, 16, 16]):
+        offsets = [[n // 2] if n > 1 else [] for n in lengths][:1]
+        offsets += [[]] * (len(lengths) - 1)
+        parts = [text(n) for n in lengths]
+        tokens, metadata = packed(parts, checkpoint_offsets=offsets, capacity=Capacity(64, 4, 6, 1))
+        _, after = models.prefill(wide, tokens, metadata, cache, backend="scan")
+        models.decode_step(wide, jnp.asarray(tokens[:4]), after, jnp.ones(4, bool))
+    after = generation.prefill._cache_size(), generation.decode_step._cache_size()
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
+
+
+def test_decode_donates_its_cache(wide):
+    cache = models.empty_cache(wide.config, 4, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a donated buffer that cannot be used
+        _, after = models.decode_step(wide, jnp.zeros(4, jnp.int32), cache, jnp.ones(4, bool))
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(after))
+
+
+def test_sampling():
+    logits = jnp.log(jnp.array([[0.7, 0.2, 0.1]] * 4000))
+    drawn = np.asarray(models.sample(logits, 1.0, jax.random.key(0)))
+    share = np.bincount(drawn, minlength=3) / len(drawn)
+    np.testing.assert_allclose(share, [0.7, 0.2, 0.1], atol=0.03)
+    cold = np.asarray(models.sample(logits, 0.25, jax.random.key(0)))
+    assert (cold == 0).mean() > 0.97
+    np.testing.assert_array_equal(models.sample(logits, 0.0), np.zeros(4000))
+    with pytest.raises(ValueError, match="temperature is -1"):
+        models.sample(logits, -1.0)
+    with pytest.raises(ValueError, match="without a key"):
+        models.sample(logits, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "prompts is empty"),
+        ([[1], []], {}, r"prompts\[1\] is empty"),
+        ([[1, 96]], {}, r"prompts\[0\] holds a token outside 0..95"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"step_tokens": 0}, "step_tokens is 0"),
+    ],
+)
+def test_generate_errors(wide, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        models.generate(wide, prompts, **{"max_new_tokens": 1} | options)
+
+
+def test_step_errors(wide):
+    tokens, metadata = packed(PROMPTS)
+    with pytest.raises(ValueError, match=r"tokens has shape \(127,\), want \(128,\)"):
+        models.prefill(wide, tokens[1:], metadata, empty(wide))
+    with pytest.raises(ValueError, match="tokens is float32"):
+        models.prefill(wide, tokens.astype("f"), metadata, empty(wide))
+    with pytest.raises(ValueError, match="cache has 3 rows, want 4"):
+        models.prefill(wide, tokens, metadata, empty(wide, 3))
+    with pytest.raises(ValueError, match=r"active has shape \(3,\), cache has 4 rows"):
+        models.decode_step(wide, tokens[:4], empty(wide), jnp.ones(3, bool))
+    with pytest.raises(ValueError, match="max_length is 0"):
+        models.empty_cache(wide.config, 1, 0)
+    with pytest.raises(ValueError, match="attn_res_block_size is None"):
+        models.KimiK3(models.from_config(LINEAR), rngs=None)
