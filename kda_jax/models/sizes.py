@@ -1,6 +1,6 @@
 """How large a model is: counted from shapes, so that no weight is needed.
 
-    python -m kda_jax.models.sizes            # the released models on 8 devices
+python -m kda_jax.models.sizes            # the released models on 8 devices
 """
 
 from __future__ import annotations
