@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import quick_jit
 
 from kda_jax import models
+from kda_jax.models import decoder, generation, kimi_k3
 from kda_jax.models.names import canonical, parameter_name, parameter_view, source
 from kda_jax.models.views import View
 
@@ -55,12 +59,15 @@ LINEAR = {
 
 
 def k3(layers: int = 3, full: tuple[int, ...] = (2,), **changes: Any) -> dict[str, Any]:
-    """A small Kimi-K3: all that sets it apart from Kimi-Linear; full counts from 1."""
+    """A small Kimi-K3: all that sets it apart from Kimi-Linear; full counts from 1.
+
+    K = V = 64 is the least that the native kernel takes.
+    """
     linear = {
         "kda_layers": [i + 1 for i in range(layers) if i + 1 not in full],
         "full_attn_layers": list(full),
         "num_heads": 2,
-        "head_dim": 8,
+        "head_dim": 64,
         "short_conv_kernel_size": 4,
         "gate_lower_bound": -5.0,
         "use_full_rank_gate": True,
@@ -134,3 +141,32 @@ def layer_from(layer: Any, tensors: dict[str, np.ndarray]) -> Any:
 def text(length: int, vocab: int = 96, seed: int = 1) -> np.ndarray:
     """Token numbers without the end of text."""
     return np.random.default_rng(seed).integers(3, vocab, length).astype(np.int32)
+
+
+# Sublayers as programs of their own, compiled without optimization: whatever the number of layers
+# and whichever test asks, each kind of sublayer is compiled once.
+_attention, _feed_forward = decoder._attention.__wrapped__, decoder._feed_forward.__wrapped__
+_quick = {
+    "_attention": quick_jit(_attention, static_argnames=("backend", "axes")),
+    "_feed_forward": quick_jit(_feed_forward, static_argnames=("axes",)),
+}
+_quick_mix = quick_jit(kimi_k3.AttentionResidual.__call__)
+
+
+def by_layer(step: Any) -> Any:
+    """A step of kda_jax.models run eagerly, one sublayer after the other."""
+
+    @functools.wraps(step)
+    def run(*args: Any, **options: Any) -> Any:
+        with (
+            mock.patch.multiple(decoder, **_quick),
+            mock.patch.object(kimi_k3.AttentionResidual, "__call__", _quick_mix),
+        ):
+            return step.__wrapped__(*args, **options)
+
+    return run
+
+
+prefill, decode_step, mixed_step = map(
+    by_layer, (generation.prefill, generation.decode_step, generation.mixed_step)
+)

@@ -30,14 +30,13 @@ class Setting:
         import jax
         import jax.numpy as jnp
         import numpy as np
-        from model_cases import k3, random_model, text
+        from model_cases import decode_step, k3, prefill, random_model, text
 
         from kda_jax import Capacity, ChunkMetadata, models, supports
         from kda_jax.models import sharding
 
-        linear = k3(2, (2,))["text_config"]["linear_attn_config"] | {"head_dim": 64}
         self.backend = "fused" if supports("fused") else "chunked"
-        self.model = random_model(k3(2, (2,), linear_attn_config=linear), backend=self.backend)
+        self.model = random_model(k3(2, (2,)), backend=self.backend)
         config = self.model.config
         self.mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "model"))
         self.sharded = sharding.shard_model(self.model, self.mesh)
@@ -64,11 +63,11 @@ class Setting:
 
         def one(tokens, metadata, nexts, active):
             empty = models.empty_cache(config, 2, 64)
-            out, cache = models.prefill(self.model, tokens, metadata, empty)
+            out, cache = prefill(self.model, tokens, metadata, empty)
             return (
                 out,
                 cache,
-                models.decode_step(self.model, nexts, jax.tree.map(jnp.copy, cache), active),
+                decode_step(self.model, nexts, cache, active),
             )
 
         self.single = [

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 def test_gradients_through_fused_equal_those_of_scan(layers, full):
     """Of a packed batch with padding; with two layers also through MLA and experts."""
     linear = k3(layers, full)["text_config"]["linear_attn_config"]
-    linear |= {"head_dim": 64, "num_heads": 1}
+    linear |= {"num_heads": 1}
     model = random_model(k3(layers, full, linear_attn_config=linear))
     metadata = ChunkMetadata.from_seq_lens([40, 0, 17], capacity=Capacity(64, 4, 5))
     tokens = text(64)

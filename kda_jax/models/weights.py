@@ -7,6 +7,7 @@ save_pretrained(model, folder)
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -51,6 +52,11 @@ def model_class(config: ModelConfig) -> type[LanguageModel]:
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """The model with shapes in place of weights: nothing is computed or allocated."""
+    return jax.tree.map(lambda leaf: leaf, _abstract(config))
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract(config: ModelConfig) -> LanguageModel:
     return jax.eval_shape(lambda: model_class(config)(config, rngs=None))
 
 
