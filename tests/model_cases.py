@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,19 @@ _quick = {
     "_attention": quick_jit(_attention, static_argnames=("backend", "axes")),
     "_feed_forward": quick_jit(_feed_forward, static_argnames=("axes",)),
 }
-_quick_mix = quick_jit(kimi_k3.AttentionResidual.__call__)
+_quick["_last_rows"] = quick_jit(decoder._last_rows)
+_quick["_checkpoints"] = quick_jit(decoder._checkpoints)
+_quick_methods = [
+    (kimi_k3.AttentionResidual, "__call__", ()),
+    (decoder.RMSNorm, "__call__", ()),
+    (decoder.Vocab, "embed", ("axes",)),
+    (decoder.Vocab, "logits", ()),
+    (decoder.Batch, "valid", ("rows",)),
+]
+_quick_methods = [
+    (owner, name, jax.jit(getattr(owner, name), static_argnames=static))
+    for owner, name, static in _quick_methods
+]
 
 
 def by_layer(step: Any) -> Any:
@@ -158,10 +171,10 @@ def by_layer(step: Any) -> Any:
 
     @functools.wraps(step)
     def run(*args: Any, **options: Any) -> Any:
-        with (
-            mock.patch.multiple(decoder, **_quick),
-            mock.patch.object(kimi_k3.AttentionResidual, "__call__", _quick_mix),
-        ):
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.multiple(decoder, **_quick))
+            for owner, name, quick in _quick_methods:
+                patches.enter_context(mock.patch.object(owner, name, quick))
             return step.__wrapped__(*args, **options)
 
     return run
