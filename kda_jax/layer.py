@@ -74,8 +74,11 @@ class KimiDeltaAttention(nnx.Module):
         def linear(fan_in: int, fan_out: int) -> Linear:
             return Linear(fan_in, fan_out, config.dtype, rngs=rngs)
 
+        # As published: float32 whatever the projections are. They are computed with in float32.
+        wide = jnp.promote_types(dtype, jnp.float32)
+
         def conv(*shape: int) -> nnx.Param:
-            return normal(rngs, (*shape, config.conv_width), dtype, config.conv_width**-0.5)
+            return normal(rngs, (*shape, config.conv_width), wide, config.conv_width**-0.5)
 
         def uniform(size: int, low: float, high: float) -> jax.Array:
             if rngs is None:  # only the shapes matter
@@ -98,7 +101,7 @@ class KimiDeltaAttention(nnx.Module):
         self.b_proj = linear(config.hidden, config.heads)
         self.A_log = nnx.Param(jnp.log(uniform(config.heads, 1.0, 16.0)))
         self.dt_bias = nnx.Param(uniform(channels, *_DT_BIAS_RANGE))
-        self.o_norm = nnx.Param(jnp.ones((config.head_dim,), dtype))
+        self.o_norm = nnx.Param(jnp.ones((config.head_dim,), wide))
         if config.full_rank_gate:
             self.g_proj = linear(config.hidden, channels)
         else:

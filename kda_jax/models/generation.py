@@ -219,6 +219,8 @@ def _prefill_all(
     backend: str | None,
 ) -> tuple[jax.Array, ModelCache]:
     """The logits after each prompt, [rows, V], in as many steps as step_tokens asks for."""
+    # jit tells an option that is given from one that is left out: a caller's own steps leave it out.
+    options = {} if backend is None else {"backend": backend}
     done, total = np.zeros(len(prompts), int), np.array([len(p) for p in prompts])
     logits = jnp.zeros((cache.length.shape[0], model.config.vocab_size), jnp.float32)
     while (done < total).any():
@@ -229,9 +231,8 @@ def _prefill_all(
         parts = [p[d : d + n] for p, d, n in zip(prompts, done, lengths, strict=True)]
         metadata = ChunkMetadata.from_seq_lens(lengths, capacity="bucket")
         packed = np.concatenate([np.asarray(p, np.int32) for p in parts])
-        out, cache = prefill(
-            model, metadata.pad_tokens(packed, 0), metadata, cache, backend=backend
-        )
+        tokens = metadata.pad_tokens(packed, 0)
+        out, cache = prefill(model, tokens, metadata, cache, **options)
         here = jnp.asarray(np.pad(lengths > 0, (0, logits.shape[0] - len(prompts))))
         logits = jnp.where(here[:, None], out.logits, logits)
         done += lengths

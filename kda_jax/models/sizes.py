@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..layer_types import KDAState
 from .cache import empty_cache
 from .config import ModelConfig, from_config
+from .decoder import LanguageModel
 from .mla import MLACache
 from .names import parameters
 from .published import KIMI_K3, KIMI_LINEAR_48B_A3B
@@ -64,6 +65,11 @@ class Sizes:
         )
 
 
+def parameter_count(model: LanguageModel) -> int:
+    """Of a model or of its shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
+
+
 def sizes(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Sizes:
     """Of a model on a mesh, which may be abstract.
 
@@ -78,7 +84,7 @@ def sizes(config: ModelConfig, mesh: Mesh | AbstractMesh) -> Sizes:
             spec = parameter_spec(name, leaf.shape, mesh)
             split = math.prod(mesh.shape[axis] for axis in spec if axis is not None)
             held_experts += math.prod(leaf.shape) // split
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
+    total = parameter_count(model)
     used = config.num_experts_per_token / max(1, config.num_experts)
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     held = device_bytes(model, mesh)

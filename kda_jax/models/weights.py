@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors import safe_open
@@ -235,10 +234,3 @@ def _a_log(view: View, heads: int) -> View:
     if len(view.shape) == 1 and view.shape[0] > heads and not np.any(view.all()[heads:]):
         return part(view, 0, 0, heads)
     return view
-
-
-def num_bytes(model: LanguageModel) -> int:
-    """Bytes of all parameters, of a model or of its shapes."""
-    return sum(
-        math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(model)
-    )
