@@ -242,6 +242,23 @@ def test_folder_errors(tmp_path):
         models.save_pretrained(random_model(LINEAR), tmp_path, max_shard_bytes=0)
 
 
+def test_fused_projections_come_from_and_go_to_the_same_files(tmp_path):
+    fused = random_model(k3(), fused_projections=True)
+    models.save_pretrained(fused, tmp_path)
+    assert_same(models.from_pretrained(tmp_path, fused_projections=True), fused)
+    apart = models.from_pretrained(tmp_path).layers[0].self_attn
+    together = fused.layers[0].self_attn
+    for i, (proj, conv) in enumerate(
+        [
+            (apart.q_proj, apart.q_conv1d),
+            (apart.k_proj, apart.k_conv1d),
+            (apart.v_proj, apart.v_conv1d),
+        ]
+    ):
+        np.testing.assert_array_equal(proj.kernel[...], together.qkv_proj[...][:, i])
+        np.testing.assert_array_equal(conv[...], together.qkv_conv1d[...][i])
+
+
 def test_dtype_can_be_chosen(saved):
     model, folder = saved
     wide = models.from_pretrained(folder, dtype="float32")

@@ -219,7 +219,7 @@ def _prefill_all(
     backend: str | None,
 ) -> tuple[jax.Array, ModelCache]:
     """The logits after each prompt, [rows, V], in as many steps as step_tokens asks for."""
-    # jit tells an option that is given from one that is left out: a caller's own steps leave it out.
+    # To jit, an option that is left out is another call than one that is given as None.
     options = {} if backend is None else {"backend": backend}
     done, total = np.zeros(len(prompts), int), np.array([len(p) for p in prompts])
     logits = jnp.zeros((cache.length.shape[0], model.config.vocab_size), jnp.float32)

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..layer_types import KDAState
 from .cache import empty_cache
-from .config import ModelConfig, from_config
+from .config import ModelConfig
 from .decoder import LanguageModel
+from .hf_config import from_config
 from .mla import MLACache
 from .names import parameters
 from .published import KIMI_K3, KIMI_LINEAR_48B_A3B

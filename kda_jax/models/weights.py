@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig, from_config, to_config
+from .config import ModelConfig
 from .decoder import LanguageModel
+from .hf_config import from_config, to_config
 from .kimi_k3 import KimiK3
 from .kimi_linear import KimiLinear
 from .names import (
