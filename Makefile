@@ -95,7 +95,7 @@ test-slow: $(VENV)/package.stamp
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 parity-test: $(VENV)/package.stamp
-	$(PY) -m pip install --quiet "torch==2.13.0" "transformers>=5.24"
+	$(PY) -m pip install --quiet "kda-jax[parity]"  # is installed: this adds the extra
 	$(PY) -c "import torch, transformers"  # without them pytest would skip
 	$(PY) -m pytest tests/test_transformers.py $(PYTEST_ARGS)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_cases import LINEAR, decode_step, k3, mixed_step, prefill, random_model, text
-from programs import FUSED
+from programs import FUSED, needs_fused
 
 from kda_jax import Capacity, ChunkMetadata, models
 from kda_jax.models import generation
@@ -85,14 +85,24 @@ def test_decode_equals_prefill(model, whole):
     same_state(cache, after)
 
 
-def test_mixed_step_equals_its_two_halves(model, whole):
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "scan",
+        pytest.param("chunked", marks=pytest.mark.slow),
+        pytest.param("fused", marks=[pytest.mark.slow, needs_fused]),
+    ],
+)
+def test_mixed_step_equals_its_two_halves(model, whole, backend):
     """Decode rows first, then a prefill: the same as one after the other."""
     _, start = whole
     tokens = jnp.asarray([7, 8, 9, 10], jnp.int32)
     active = jnp.array([True, False, True, True])
     news, metadata = packed([PROMPTS[3], PROMPTS[0], PROMPTS[1][:40], PROMPTS[2][:0]])
     together = jnp.concatenate([tokens, news])
-    out, decoded, filled = mixed_step(model, together, metadata, start, empty(model), active)
+    out, decoded, filled = mixed_step(
+        model, together, metadata, start, empty(model), active, backend=backend
+    )
     want_decode, want_decoded = decode_step(model, tokens, start, active)
     want_fill, want_filled = prefill(model, news, metadata, empty(model))
     close(out.logits[:4], want_decode.logits)

@@ -163,6 +163,7 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
     text: dict[str, Any] = {name: getattr(config, name) for name in (*_REQUIRED, *_SAME)}
     text |= {aliases[0]: getattr(config, name) for name, aliases in _ALIASES.items()}
     text |= {
+        "num_key_value_heads": config.num_attention_heads,
         "linear_attn_config": linear,
         "mlp_layer_types": [
             "sparse" if config.is_moe(i) else "dense" for i in range(config.num_hidden_layers)
