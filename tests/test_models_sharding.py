@@ -30,7 +30,8 @@ class Setting:
         import jax
         import jax.numpy as jnp
         import numpy as np
-        from model_cases import decode_step, k3, prefill, random_model, text
+        from model_cases import k3, random_model, text
+        from programs import quick_jit
 
         from kda_jax import Capacity, ChunkMetadata, models, supports
         from kda_jax.models import sharding
@@ -39,7 +40,7 @@ class Setting:
         self.model = random_model(k3(2, (2,)), backend=self.backend)
         config = self.model.config
         self.mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "model"))
-        self.sharded = sharding.shard_model(self.model, self.mesh)
+        self.sharded = sharding.shard_model(jax.tree.map(np.asarray, self.model), self.mesh)
         self.steps = sharding.ShardedSteps(config, self.mesh)
         lengths = ([20, 30], [5, 50])
         self.metadata = [
@@ -60,6 +61,9 @@ class Setting:
         self.decode = self.steps.decode_step.lower(*arguments).compile(quick)
         self.recurrent = np.asarray(after.layers[0].recurrent)
         self.next_logits, self.after = self.decode(*arguments)
+
+        prefill = quick_jit(lambda *args: models.prefill(*args))
+        decode_step = quick_jit(lambda *args: models.decode_step(*args))
 
         def one(tokens, metadata, nexts, active):
             empty = models.empty_cache(config, 2, 64)

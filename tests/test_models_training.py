@@ -27,7 +27,7 @@ def test_gradients_through_fused_equal_those_of_scan(layers, full):
     linear = k3(layers, full)["text_config"]["linear_attn_config"]
     linear |= {"num_heads": 1}
     model = random_model(k3(layers, full, linear_attn_config=linear))
-    metadata = ChunkMetadata.from_seq_lens([40, 0, 17], capacity=Capacity(64, 4, 5))
+    metadata = ChunkMetadata.from_seq_lens([40, 0, 17], capacity=Capacity(64, 4, 8), chunk_size=16)
     tokens = text(64)
 
     def run(backend):
