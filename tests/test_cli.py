@@ -312,3 +312,7 @@ def test_generate_errors(folder, tmp_path, capsys):
     one_line_error(capsys, [*run, "--tokens", "256"], "prompts[0] holds a token outside 0..255")
     one_line_error(capsys, [*run, "--prompt", "a", "--temperature", "-1"], "temperature is -1.0")
     one_line_error(capsys, ["generate", "--model", str(tmp_path / "none")], "no config.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 96
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one_line_error(capsys, [*run, "--prompt", "a"], "want (96, 24)")  # before the tokenizer

@@ -192,6 +192,41 @@ def test_decode_donates_its_cache(model):
     assert len(set(aliased)) == len(jax.tree.leaves(cache))
 
 
+def test_bfloat16_keeps_its_dtypes():
+    """Of weights, caches and logits, in every step: what serving runs; nothing is compiled."""
+    half = random_model(k3(), dtype="bfloat16")
+    cache = empty(half)
+    tokens, metadata = packed(PROMPTS)
+    together = np.concatenate([tokens[:4], tokens])
+    out, filled = jax.eval_shape(models.prefill, half, tokens, metadata, cache)
+    next_out, decoded = jax.eval_shape(models.decode_step, half, tokens[:4], cache)
+    _, *mixed = jax.eval_shape(models.mixed_step, half, together, metadata, cache, cache)
+    assert out.logits.dtype == next_out.logits.dtype == jnp.float32
+    for after in (filled, decoded, *mixed):
+        for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert {x.dtype.name for x in jax.tree.leaves(cache)} == {"bfloat16", "float32", "int32"}
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close():
+    # All experts: where two score alike, rounding chooses another one, and that is no small error.
+    hf = k3(num_experts_per_token=8)
+    half = random_model(hf, dtype="bfloat16", backend="scan")
+    wide = random_model(hf, dtype="float32", backend="scan")
+    same = [x.astype(jnp.float32) for x in jax.tree.leaves(half)]
+    wide = jax.tree.unflatten(jax.tree.structure(wide), same)
+    step = packed(PROMPTS)
+    got, cache = prefill(half, *step, empty(half))
+    want, wide_cache = prefill(wide, *step, empty(wide))
+    for _ in range(2):
+        error = np.linalg.norm(got.logits - want.logits) / np.linalg.norm(want.logits)
+        assert error < 3e-2
+        tokens = jnp.argmax(want.logits, -1).astype(jnp.int32)
+        got, cache = decode_step(half, tokens, cache)
+        want, wide_cache = decode_step(wide, tokens, wide_cache)
+
+
 def test_sampling():
     logits = jnp.log(jnp.array([[0.7, 0.2, 0.1]] * 4000))
     drawn = np.asarray(models.sample(logits, 1.0, jax.random.key(0)))

@@ -210,3 +210,20 @@ def test_bounded_layer(backend, fused_projections):
             want = layer(torch.tensor(x[None]))[0].numpy()
         y, _ = ours(x, ChunkMetadata.from_seq_lens([length]))
         np.testing.assert_allclose(y, want, **close)
+
+
+def test_tokenizer_json(tmp_path):
+    """The text of a prompt, through the tokenizer file of a folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    from kda_jax.models.tokenizer import load_tokenizer
+
+    words = {"delta": 0, "attention": 1, "?": 2}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path, 3)
+    assert ours.encode("attention delta gamma") == [1, 0, 2]
+    assert ours.decode([1, 0]) == "attention delta"
