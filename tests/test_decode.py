@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,11 +42,14 @@ def test_decode_step_equals_a_prefill_of_one_token(lower_bound):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_conv_step_equals_a_prefill_of_one_token(dtype):
-    x, weight = jnp.asarray(normal(ROWS, 6), dtype), jnp.asarray(normal(6, 4), dtype)
-    state = jnp.asarray(normal(ROWS, 6, 3, seed=1), dtype)
+    dtype = jnp.dtype(dtype)
+    x, weight = normal(ROWS, 6).astype(dtype), normal(6, 4).astype(dtype)
+    state = normal(ROWS, 6, 3, seed=1).astype(dtype)
     metadata = ChunkMetadata.from_seq_lens(ACTIVE.astype(int))
     want = causal_conv1d(x[ACTIVE], weight, metadata, initial_state=state)
-    y, after = causal_conv1d_step(x, weight, state, active=ACTIVE)
+    step = quick_jit(lambda *a: causal_conv1d_step(*a, active=ACTIVE))
+    y, after = jax.device_get(step(x, weight, state))
+    want = jax.device_get(want)
     np.testing.assert_allclose(y[ACTIVE].astype("f"), want.y.astype("f"), rtol=1e-2, atol=1e-6)
     np.testing.assert_array_equal(after, want.final_state)
 

@@ -160,7 +160,11 @@ def test_generate_is_greedy_stops_and_splits(model, tokens_of_chunked):
     """Against single steps; a prefill budget and the end of text change nothing else."""
     assert [len(t) for t in tokens_of_chunked] == [8] * 4
     ends = [tokens_of_chunked[0][2], tokens_of_chunked[1][5]]
-    stopped = generate(model, PROMPTS, 8, eos=ends, step_tokens=64)
+    # Steps in one capacity, which the other tests have compiled.
+    build = functools.partial(ChunkMetadata.from_seq_lens, capacity=Capacity(128, 4, 6))
+    with mock.patch.object(generation, "ChunkMetadata") as metadata:
+        metadata.from_seq_lens = lambda lengths, capacity: build(lengths)
+        stopped = generate(model, PROMPTS, 8, eos=ends, step_tokens=40)
     for got, want in zip(stopped, tokens_of_chunked, strict=True):
         stop = next((i for i, t in enumerate(want) if t in ends), 7)
         assert got == want[: stop + 1]

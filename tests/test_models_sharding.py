@@ -31,7 +31,6 @@ class Setting:
         import jax.numpy as jnp
         import numpy as np
         from model_cases import k3, random_model, text
-        from programs import quick_jit
 
         from kda_jax import Capacity, ChunkMetadata, models, supports
         from kda_jax.models import sharding
@@ -52,27 +51,20 @@ class Setting:
         tokens = np.stack([text(64, seed=i) for i in range(2)])
         stacked = sharding.stack_metadata(self.metadata)
         cache = sharding.sharded_cache(config, self.mesh, 2, 64)
-        quick = {"xla_backend_optimization_level": 0}
         arguments = (self.sharded, tokens, stacked, cache)
-        self.prefill = self.steps.prefill.lower(*arguments).compile(quick)
+        self.prefill = self.steps.prefill.lower(*arguments).compile()
         self.logits, self.checkpoints, after = self.prefill(*arguments)
         nexts, active = jnp.array([[3, 4], [5, 6]]), jnp.array([[True, True], [False, True]])
         arguments = (self.sharded, nexts, after, active)
-        self.decode = self.steps.decode_step.lower(*arguments).compile(quick)
+        self.decode = self.steps.decode_step.lower(*arguments).compile()
         self.recurrent = np.asarray(after.layers[0].recurrent)
         self.next_logits, self.after = self.decode(*arguments)
 
-        prefill = quick_jit(lambda *args: models.prefill(*args))
-        decode_step = quick_jit(lambda *args: models.decode_step(*args))
-
         def one(tokens, metadata, nexts, active):
             empty = models.empty_cache(config, 2, 64)
-            out, cache = prefill(self.model, tokens, metadata, empty)
-            return (
-                out,
-                cache,
-                decode_step(self.model, nexts, cache, active),
-            )
+            out, cache = models.prefill(self.model, tokens, metadata, empty)
+            before = jax.device_get(cache)  # the step takes the cache
+            return out, before, models.decode_step(self.model, nexts, cache, active)
 
         self.single = [
             one(*part) for part in zip(tokens, self.metadata, nexts, active, strict=True)
@@ -185,6 +177,7 @@ def errors_name_the_parameter():
 @pytest.fixture(scope="module")
 def results():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

@@ -7,6 +7,7 @@ value = sum of mix * candidate                           (the raw ones), all in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -33,15 +34,23 @@ class AttentionResidual(nnx.Module):
         """
         if not bank:
             return stream
-        candidates = (*bank, stream)
-        wide = jnp.promote_types(stream.dtype, jnp.float32)
-        query = self.norm[...].astype(wide) * self.proj[...].astype(wide)
-        logits = jnp.stack(
-            [
-                jnp.matmul(rms_normalize(c, self.eps), query, precision=lax.Precision.HIGHEST)
-                for c in candidates
-            ]
-        )
-        mix = jax.nn.softmax(logits, axis=0)
-        out = sum(m[:, None] * c.astype(wide) for m, c in zip(mix, candidates, strict=True))
-        return jnp.asarray(out, stream.dtype)
+        return _mix((*bank, stream), self.norm[...], self.proj[...], eps=self.eps)
+
+
+# Jitted on its own so that a deep model traces it once per number of blocks.
+@functools.partial(jax.jit, static_argnames=("eps",))
+def _mix(
+    candidates: tuple[jax.Array, ...], norm: jax.Array, proj: jax.Array, *, eps: float
+) -> jax.Array:
+    dtype = candidates[-1].dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    query = norm.astype(wide) * proj.astype(wide)
+    logits = jnp.stack(
+        [
+            jnp.matmul(rms_normalize(c, eps), query, precision=lax.Precision.HIGHEST)
+            for c in candidates
+        ]
+    )
+    mix = jax.nn.softmax(logits, axis=0)
+    out = sum(m[:, None] * c.astype(wide) for m, c in zip(mix, candidates, strict=True))
+    return jnp.asarray(out, dtype)
