@@ -2,6 +2,7 @@
 #
 #   make demo           set up, build, prefill real text with the command-line tool, resume one document
 #   make test           set up and run the test suite        (make test-slow: the slow tests too)
+#   make parity-test    the models against transformers, with torch (several GB: extra `parity`)
 #   make lint types     ruff, mypy
 #   make native         rebuild the native code
 #   make cpp-test       C++ unit tests of the native code    (make sanitize: under ASan and UBSan)
@@ -42,7 +43,7 @@ FFI_SOURCES := $(shell find ffi -type f 2>/dev/null)
 CPP_TESTS = $(VENV)/bin/cmake -S ffi -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	-DCMAKE_BUILD_TYPE=RelWithDebInfo -DKDA_TESTS=ON -DKDA_PYTHON=OFF
 
-.PHONY: help demo test test-slow lint types bench native cpp-test sanitize amd-tools amd-compile amd-library amd-test amd-aot amd-static venv clean
+.PHONY: help demo test test-slow parity-test lint types bench native cpp-test sanitize amd-tools amd-compile amd-library amd-test amd-aot amd-static venv clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -92,6 +93,11 @@ test: $(VENV)/package.stamp
 
 test-slow: $(VENV)/package.stamp
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+parity-test: $(VENV)/package.stamp
+	$(PY) -m pip install --quiet "kda-jax[parity]"  # is installed: this adds the extra
+	$(PY) -c "import torch, transformers"  # without them pytest would skip
+	$(PY) -m pytest tests/test_transformers.py $(PYTEST_ARGS)
 
 lint: $(VENV)/package.stamp
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""python -m kda_jax {prefill,resume,verify,doctor}."""
+"""python -m kda_jax {prefill,resume,generate,verify,doctor}."""
 
 import sys
 

@@ -77,6 +77,32 @@ def causal_conv1d(
     return _convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
 
 
+def causal_conv1d_step(
+    x: jax.Array, weight: jax.Array, state: jax.Array, *, active: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`causal_conv1d` with silu for one token of each request.
+
+    Args:
+      x: [R, C]. weight: [C, W]. state: [R, C, W-1] in x's dtype, oldest row first.
+      active: bool [R]; a False row keeps its state (its y means nothing). None: all.
+
+    Returns:
+      y [R, C] in x's dtype, and the new state.
+
+    Raises:
+      ValueError: state does not fit x and weight.
+    """
+    want = (*x.shape, weight.shape[1] - 1)
+    if state.shape != want or state.dtype != x.dtype:
+        raise ValueError(
+            f"state is {state.dtype} {state.shape}, want {x.dtype} {want}: [rows, channels, W - 1]"
+        )
+    window = jnp.concatenate([state, x[..., None]], axis=2)
+    y = _weighted_sum([window[..., j] for j in range(weight.shape[1])], weight, "silu")
+    after = window[..., 1:]
+    return y, after if active is None else jnp.where(active[:, None, None], after, state)
+
+
 @functools.partial(jax.jit, static_argnames=("activation",))
 def _convolve(
     x: jax.Array,

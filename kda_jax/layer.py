@@ -1,92 +1,45 @@
-"""One Kimi Delta Attention layer, in Kimi-K3's form, as a flax.nnx module.
+"""One Kimi Delta Attention layer as a flax.nnx module, in Kimi-K3's and in Kimi-Linear's form.
 
     q, k, v = silu(conv(proj(x)))            width-4 causal convolution per channel
     raw_g   = f_b_proj(f_a_proj(x))          raw_beta = b_proj(x)
     o       = KDA(q, k, v, raw_g, raw_beta, A_log, dt_bias)
-    y       = o_proj(RMSNorm(o) * o_norm * sigmoid(g_proj(x)))          norm per head, float32
+    y       = o_proj(RMSNorm(o) * o_norm * sigmoid(gate(x)))            norm per head, float32
+    gate    = g_proj (Kimi-K3) | g_b_proj of g_a_proj (Kimi-Linear)
 
 Parameters carry the names of the published checkpoints (a projection's [out, in] weight is the
-transpose of its nnx kernel). The state is an argument and a result, never an attribute, so one
-layer serves any number of requests and passes through jit, scan and export unchanged.
+transpose of its kernel). The state is an argument and a result, never an attribute, so one layer
+serves any number of requests and passes through jit, scan and export unchanged.
+
+How many heads a call computes is read from its weights: under `jax.shard_map` with weights that are
+split over heads, y is this device's part of a sum over devices.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .conv import causal_conv1d, token_positions
+from .conv import causal_conv1d, causal_conv1d_step, token_positions
+from .decode import kda_decode_step
+from .layer_types import KDACache, KDALayerConfig, KDAState, LayerStates
+from .linear import Linear, normal
 from .metadata import ChunkMetadata
 from .ops import chunk_kda_prefill
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+__all__ = [
+    "KDACache",
+    "KDALayerConfig",
+    "KDAState",
+    "KimiDeltaAttention",
+    "LayerStates",
+    "OpInputs",
+]
+
 # The range of dt_bias in the released weights: slow decay nearly everywhere.
 _DT_BIAS_RANGE = (-7.8, -1.4)
-
-
-@dataclasses.dataclass(frozen=True)
-class KDALayerConfig:
-    """Shape and numerics of a layer. The defaults are Kimi-K3's.
-
-    hidden: channels of x. heads, head_dim: H and K == V; the low rank of the gate is head_dim too.
-    conv_width: W. lower_bound: of the log decay, in [-5, 0); None: the softplus gate.
-    rms_eps: inside the root of the output norm. dtype: of weights and activations (states of the
-    recurrence are float32). backend: what chunk_kda_prefill is asked for unless the call says else.
-    """
-
-    hidden: int = 7168
-    heads: int = 96
-    head_dim: int = 128
-    conv_width: int = 4
-    lower_bound: float | None = -5.0
-    rms_eps: float = 1e-5
-    dtype: str = "bfloat16"
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "heads", "head_dim", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, want at least 1")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, want one of {', '.join(_DTYPES)}")
-
-    @property
-    def channels(self) -> int:
-        """Channels of each of q, k, v: heads * head_dim."""
-        return self.heads * self.head_dim
-
-
-class KDAState(NamedTuple):
-    """All that the layer knows of a prefix, one row per sequence or per checkpoint.
-
-    recurrent: [R, H, V, K] float32. conv: [R, 3 * H * K, W-1] in the layer's dtype, the last raw
-    rows of the q, k and v projections, in this order.
-    """
-
-    recurrent: jax.Array
-    conv: jax.Array
-
-
-class KDACache(NamedTuple):
-    """Where the sequences of a batch start.
-
-    state: N = capacity.sequences rows. has_initial_state: bool [N]; a False row starts from zeros,
-    whatever its state holds. None: all rows continue.
-    """
-
-    state: KDAState
-    has_initial_state: jax.Array | None = None
-
-
-class LayerStates(NamedTuple):
-    """final: N rows, the end of each sequence. checkpoint: M rows, in the metadata's order."""
-
-    final: KDAState
-    checkpoint: KDAState
 
 
 class OpInputs(NamedTuple):
@@ -99,6 +52,14 @@ class OpInputs(NamedTuple):
     raw_beta: jax.Array
 
 
+class _Projected(NamedTuple):
+    """Of some rows of x: raw q, k and v, the raw gate, each [R, H * K], and raw_beta [R, H]."""
+
+    qkv: tuple[jax.Array, jax.Array, jax.Array]
+    raw_g: jax.Array
+    raw_beta: jax.Array
+
+
 class KimiDeltaAttention(nnx.Module):
     """A KDA layer with seeded random weights; see the module's docstring for the formula.
 
@@ -106,45 +67,46 @@ class KimiDeltaAttention(nnx.Module):
     weights, exp(A_log) in [1, 16] as the field initialises it.
     """
 
-    def __init__(self, config: KDALayerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: KDALayerConfig, *, rngs: nnx.Rngs | None):
         self.config = config
         dtype, channels = jnp.dtype(config.dtype), config.channels
 
-        def linear(fan_in: int, fan_out: int) -> nnx.Linear:
-            # A TF32 product is not a float32 one; for half precision the setting changes nothing.
-            return nnx.Linear(
-                fan_in,
-                fan_out,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=dtype,
-                precision=jax.lax.Precision.HIGHEST,
-                kernel_init=nnx.initializers.normal(fan_in**-0.5),
-                rngs=rngs,
-            )
+        def linear(fan_in: int, fan_out: int) -> Linear:
+            return Linear(fan_in, fan_out, config.dtype, rngs=rngs)
 
-        def conv_weight() -> nnx.Param:
-            scale = config.conv_width**-0.5
-            shape = (channels, config.conv_width)
-            return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+        # As published: float32 whatever the projections are. They are computed with in float32.
+        wide = jnp.promote_types(dtype, jnp.float32)
 
-        self.q_proj = linear(config.hidden, channels)
-        self.k_proj = linear(config.hidden, channels)
-        self.v_proj = linear(config.hidden, channels)
-        self.q_conv1d = conv_weight()
-        self.k_conv1d = conv_weight()
-        self.v_conv1d = conv_weight()
+        def conv(*shape: int) -> nnx.Param:
+            return normal(rngs, (*shape, config.conv_width), wide, config.conv_width**-0.5)
+
+        def uniform(size: int, low: float, high: float) -> jax.Array:
+            if rngs is None:  # only the shapes matter
+                return jnp.ones((size,), jnp.float32)
+            return jax.random.uniform(rngs.params(), (size,), jnp.float32, low, high)
+
+        if config.fused_projections:
+            shape = (config.hidden, 3, channels)
+            self.qkv_proj = normal(rngs, shape, dtype, config.hidden**-0.5)
+            self.qkv_conv1d = conv(3, channels)
+        else:
+            self.q_proj = linear(config.hidden, channels)
+            self.k_proj = linear(config.hidden, channels)
+            self.v_proj = linear(config.hidden, channels)
+            self.q_conv1d = conv(channels)
+            self.k_conv1d = conv(channels)
+            self.v_conv1d = conv(channels)
         self.f_a_proj = linear(config.hidden, config.head_dim)
         self.f_b_proj = linear(config.head_dim, channels)
         self.b_proj = linear(config.hidden, config.heads)
-        low, high = _DT_BIAS_RANGE
-        rate = jax.random.uniform(rngs.params(), (config.heads,), jnp.float32, 1.0, 16.0)
-        self.A_log = nnx.Param(jnp.log(rate))
-        self.dt_bias = nnx.Param(
-            jax.random.uniform(rngs.params(), (channels,), jnp.float32, low, high)
-        )
-        self.o_norm = nnx.Param(jnp.ones((config.head_dim,), dtype))
-        self.g_proj = linear(config.hidden, channels)
+        self.A_log = nnx.Param(jnp.log(uniform(config.heads, 1.0, 16.0)))
+        self.dt_bias = nnx.Param(uniform(channels, *_DT_BIAS_RANGE))
+        self.o_norm = nnx.Param(jnp.ones((config.head_dim,), wide))
+        if config.full_rank_gate:
+            self.g_proj = linear(config.hidden, channels)
+        else:
+            self.g_a_proj = linear(config.hidden, config.head_dim)
+            self.g_b_proj = linear(config.head_dim, channels)
         self.o_proj = linear(channels, config.hidden)
 
     def __call__(
@@ -171,29 +133,76 @@ class KimiDeltaAttention(nnx.Module):
           ValueError, NotImplementedError: as chunk_kda_prefill and causal_conv1d do.
         """
         x = self._without_padding(x, metadata)
-        inputs, conv_final, conv_inside = self._op_inputs(x, metadata, cache)
-        result = chunk_kda_prefill(
-            *inputs,
-            self.A_log[...],
-            self.dt_bias[...].reshape(self.config.heads, self.config.head_dim),
-            metadata=metadata,
-            initial_state=None if cache is None else cache.state.recurrent,
-            has_initial_state=None if cache is None else cache.has_initial_state,
-            lower_bound=self.config.lower_bound,
-            backend=self.config.backend if backend is None else backend,
-        )
-        y = self.o_proj(self._gated_norm(result.out[0], x))
-        states = LayerStates(
-            final=KDAState(result.final_state, conv_final),
-            checkpoint=KDAState(result.checkpoint_state, conv_inside),
-        )
+        y, states, _ = self.step(x, metadata, cache, None, backend=backend)
+        assert states is not None
         return y, states
+
+    def step(
+        self,
+        x: jax.Array,
+        metadata: ChunkMetadata | None,
+        cache: KDACache | None,
+        decode: KDAState | None,
+        *,
+        active: jax.Array | None = None,
+        backend: str | None = None,
+    ) -> tuple[jax.Array, LayerStates | None, KDAState | None]:
+        """Decode rows first, then a packed prefill; either part may be missing.
+
+        Args:
+          x: [D + T, hidden] in the layer's dtype, zeros in padded rows of the prefill.
+          metadata: of the last T rows; None: there are none.
+          cache: as in `__call__`, for the prefill.
+          decode: the states of the first D rows, one token each; None: there are none.
+          active: bool [D]; a False row keeps its state. None: all.
+          backend: of the prefill; the decode rows take the recurrent step.
+
+        Returns:
+          y [D + T, hidden], the states of the prefill, and the new states of the decode rows.
+        """
+        D = 0 if decode is None else decode.recurrent.shape[0]
+        raw = self._project(x)
+        A_log, dt_bias = self.A_log[...], self._dt_bias()
+        out, after, states = [], None, None
+        if decode is not None:
+            inputs, conv = self._decode_inputs(jax.tree.map(lambda r: r[:D], raw), decode, active)
+            o, recurrent = kda_decode_step(
+                *inputs,
+                A_log,
+                dt_bias,
+                decode.recurrent,
+                active=active,
+                lower_bound=self.config.lower_bound,
+            )
+            out.append(o)
+            after = KDAState(recurrent, conv)
+        if metadata is not None:
+            packed = jax.tree.map(lambda r: r[D:], raw)
+            packed_inputs, conv_final, conv_inside = self._op_inputs(packed, metadata, cache)
+            result = chunk_kda_prefill(
+                *packed_inputs,
+                A_log,
+                dt_bias,
+                metadata=metadata,
+                initial_state=None if cache is None else cache.state.recurrent,
+                has_initial_state=None if cache is None else cache.has_initial_state,
+                lower_bound=self.config.lower_bound,
+                backend=self.config.backend if backend is None else backend,
+            )
+            out.append(result.out[0])
+            states = LayerStates(
+                final=KDAState(result.final_state, conv_final),
+                checkpoint=KDAState(result.checkpoint_state, conv_inside),
+            )
+        o = out[0] if len(out) == 1 else jnp.concatenate(out)
+        return self.o_proj(self._gated_norm(o, x)), states, after
 
     def op_inputs(
         self, x: jax.Array, metadata: ChunkMetadata, cache: KDACache | None = None
     ) -> OpInputs:
         """The operator's inputs alone, e.g. to measure a backend on a real layer's values."""
-        return self._op_inputs(self._without_padding(x, metadata), metadata, cache)[0]
+        raw = self._project(self._without_padding(x, metadata))
+        return self._op_inputs(raw, metadata, cache)[0]
 
     def empty_cache(self, sequences: int) -> KDACache:
         """A cache of zeros whose rows all start afresh; fill the rows that continue a prefix."""
@@ -213,43 +222,74 @@ class KimiDeltaAttention(nnx.Module):
         used = token_positions(metadata, x.shape[0]) >= 0
         return jnp.where(used[:, None], x, jnp.zeros((), x.dtype)).astype(self.config.dtype)
 
+    def _dt_bias(self) -> jax.Array:
+        return self.dt_bias[...].reshape(-1, self.config.head_dim)
+
+    def _project(self, x: jax.Array) -> _Projected:
+        if self.config.fused_projections:
+            weight = self.qkv_proj[...]
+            together = jnp.einsum(
+                "th,hpc->ptc", x.astype(weight.dtype), weight, precision=jax.lax.Precision.HIGHEST
+            )
+            qkv = together[0], together[1], together[2]
+        else:
+            qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        raw_g = self.f_b_proj(self.f_a_proj(x))
+        return _Projected(qkv, raw_g, self.b_proj(x))
+
+    def _conv_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        if self.config.fused_projections:
+            weight = self.qkv_conv1d[...]
+            return weight[0], weight[1], weight[2]
+        return self.q_conv1d[...], self.k_conv1d[...], self.v_conv1d[...]
+
     def _op_inputs(
-        self, x: jax.Array, metadata: ChunkMetadata, cache: KDACache | None
+        self, raw: _Projected, metadata: ChunkMetadata, cache: KDACache | None
     ) -> tuple[OpInputs, jax.Array, jax.Array]:
         """The operator's inputs, and the final and checkpoint states of the convolutions."""
-        c = self.config
+        c, channels = self.config, raw.raw_g.shape[1]
         has_state = None if cache is None else cache.has_initial_state
         if cache is not None:
-            want = (metadata.capacity.sequences, 3 * c.channels, c.conv_width - 1)
+            want = (metadata.capacity.sequences, 3 * channels, c.conv_width - 1)
             if cache.state.conv.shape != want:
                 raise ValueError(
                     f"cache.state.conv has shape {cache.state.conv.shape}, want {want}"
                 )
         convolved, final, inside = [], [], []
-        parts = (
-            (self.q_proj, self.q_conv1d),
-            (self.k_proj, self.k_conv1d),
-            (self.v_proj, self.v_conv1d),
-        )
-        for part, (proj, weight) in enumerate(parts):
-            rows = slice(part * c.channels, (part + 1) * c.channels)
+        for part, (x, weight) in enumerate(zip(raw.qkv, self._conv_weights(), strict=True)):
+            rows = slice(part * channels, (part + 1) * channels)
             state = None if cache is None else cache.state.conv[:, rows]
             result = causal_conv1d(
-                proj(x), weight[...], metadata, initial_state=state, has_initial_state=has_state
+                x, weight, metadata, initial_state=state, has_initial_state=has_state
             )
-            convolved.append(result.y.reshape(1, -1, c.heads, c.head_dim))
+            convolved.append(result.y.reshape(1, x.shape[0], -1, c.head_dim))
             final.append(result.final_state)
             inside.append(result.checkpoint_state)
-        raw_g = self.f_b_proj(self.f_a_proj(x)).reshape(1, -1, c.heads, c.head_dim)
         q, k, v = convolved
-        inputs = OpInputs(q, k, v, raw_g, self.b_proj(x)[None])
+        inputs = OpInputs(q, k, v, raw.raw_g.reshape(q.shape), raw.raw_beta[None])
         return inputs, jnp.concatenate(final, 1), jnp.concatenate(inside, 1)
 
+    def _decode_inputs(
+        self, raw: _Projected, state: KDAState, active: jax.Array | None
+    ) -> tuple[OpInputs, jax.Array]:
+        """The inputs of `kda_decode_step`, [D, H, ...], and the convolutions' new states."""
+        channels, shape = raw.raw_g.shape[1], (raw.raw_g.shape[0], -1, self.config.head_dim)
+        convolved, after = [], []
+        for part, (x, weight) in enumerate(zip(raw.qkv, self._conv_weights(), strict=True)):
+            old = state.conv[:, part * channels : (part + 1) * channels]
+            y, new = causal_conv1d_step(x, weight, old, active=active)
+            convolved.append(y.reshape(shape))
+            after.append(new)
+        q, k, v = convolved
+        inputs = OpInputs(q, k, v, raw.raw_g.reshape(shape), raw.raw_beta)
+        return inputs, jnp.concatenate(after, 1)
+
     def _gated_norm(self, o: jax.Array, x: jax.Array) -> jax.Array:
-        """RMSNorm(o) * o_norm * sigmoid(g_proj(x)), o [T, H, V] -> [T, H * V]."""
+        """RMSNorm(o) * o_norm * sigmoid(gate(x)), o [T, H, V] -> [T, H * V]."""
         compute = jnp.promote_types(o.dtype, jnp.float32)
+        gate = self.g_proj(x) if self.config.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         wide = o.astype(compute)
         norm = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_eps)
-        gate = jax.nn.sigmoid(self.g_proj(x).astype(compute)).reshape(o.shape)
+        gate = jax.nn.sigmoid(gate.astype(compute)).reshape(o.shape)
         out = wide * norm * self.o_norm[...].astype(compute) * gate
         return out.astype(o.dtype).reshape(o.shape[0], -1)

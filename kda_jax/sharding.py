@@ -25,7 +25,13 @@ def split_over_heads(
     metadata: ChunkMetadata,
     config: KDAConfig,
 ) -> KDAResult:
-    """Calls ``kernel(inputs, metadata)`` with a Shardy rule that shards heads only."""
+    """Calls ``kernel(inputs, metadata)`` with a Shardy rule that shards heads only.
+
+    Under `jax.shard_map` over all axes of the mesh the call is local and there is no rule to ask.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.are_all_axes_manual:
+        return kernel(inputs, metadata)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*jax.tree.unflatten(tree, leaves)))

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there and prints what it says."""
+"""The README's examples run as they stand there and print what it says."""
 
 import contextlib
 import io
@@ -8,12 +8,27 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_example_prints_what_the_readme_says():
-    code, *sketches = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    for sketch in sketches:  # with the reader's own model in it
-        compile(sketch, str(README), "exec")
-    assert len(code.splitlines()) <= 15
+def run(code):
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         exec(compile(code, str(README), "exec"), {"__name__": "readme"})
     assert shown.getvalue().strip() == code.splitlines()[-1].removeprefix("# ")
+
+
+def blocks():
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_example_prints_what_the_readme_says():
+    code, models, *sketches = blocks()
+    assert "kda_jax.models" in models
+    for sketch in sketches:  # with the reader's own model in it
+        compile(sketch, str(README), "exec")
+    assert len(code.splitlines()) <= 15
+    run(code)
+
+
+def test_example_of_the_models():
+    code = blocks()[1]
+    assert len(code.splitlines()) <= 24
+    run(code)

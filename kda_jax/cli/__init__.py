@@ -1,4 +1,4 @@
-"""The command line: prefill text, resume it, say what works on this machine, verify it."""
+"""The command line: prefill text, resume it, run a model, check and describe this machine."""
 
 from .app import main
 

@@ -72,6 +72,10 @@ def _command(args: argparse.Namespace) -> int:
         from .prefill import prefill
 
         return prefill(args)
+    if args.command == "generate":
+        from .generate import generate
+
+        return generate(args)
     from .resume import resume
 
     return resume(args)
@@ -124,6 +128,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--checkpoint", type=_Integer(1), metavar="OFFSET", help="token offset (default: the last)"
     )
     again.add_argument("--backend", choices=BACKENDS, help="default: what prefill was asked for")
+
+    write = commands.add_parser(
+        "generate",
+        help="continue prompts with a model from a folder",
+        description="Continue prompts with a Kimi-Linear or Kimi-K3 model from a folder with"
+        " config.json and safetensors files. Several prompts run as one batch.",
+    )
+    write.add_argument("--model", required=True, metavar="DIR", help="the folder")
+    write.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be given more than once"
+    )
+    write.add_argument(
+        "--tokens", action="append", metavar="1,2,3", help="a prompt as token numbers"
+    )
+    write.add_argument("--max-new-tokens", type=_Integer(1), default=64, help="default 64")
+    write.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    write.add_argument("--seed", type=_Integer(0, 2**32 - 1), default=0, help="of the sampling")
+    write.add_argument("--dtype", choices=DTYPES, help="default: the model's")
+    write.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
 
     check = commands.add_parser(
         "verify",

@@ -1,0 +1,62 @@
+"""`generate`: load a model from a folder and continue prompts."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import jax
+
+from ..models import from_pretrained
+from ..models import generate as continue_prompts
+from ..models.sizes import parameter_count
+from ..models.tokenizer import load_tokenizer
+from . import screen
+from .errors import CliError
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Run the command; 0 when all prompts were continued."""
+    out = screen.console()
+    overrides = {} if args.dtype is None else {"dtype": args.dtype}
+    model = from_pretrained(args.model, quiet=True, **overrides)
+    config = model.config
+    out.print(
+        f"model    {type(model).__name__}: {config.num_hidden_layers} layers,"
+        f" {parameter_count(model):,} parameters, {config.dtype}"
+    )
+    prompts, tokenizer = [], None
+    if args.prompt:
+        try:
+            tokenizer = load_tokenizer(args.model, config.vocab_size)
+        except ValueError as error:
+            raise CliError(f"--prompt: {error} (--tokens)") from None
+        prompts = [tokenizer.encode(text) for text in args.prompt]
+    prompts += [_numbers(text) for text in args.tokens or ()]
+    if not prompts:
+        raise CliError("nothing to continue: give --prompt TEXT or --tokens 1,2,3")
+    begin = time.perf_counter()
+    continued = continue_prompts(
+        model,
+        prompts,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        key=jax.random.key(args.seed),
+        backend=args.backend,
+    )
+    seconds = time.perf_counter() - begin
+    for i, new in enumerate(continued):
+        text = i < len(args.prompt or ())
+        shown = tokenizer.decode(new) if tokenizer and text else ",".join(map(str, new))
+        out.print(f"prompt {i}  {len(prompts[i])} tokens, {len(new)} new", highlight=False)
+        out.print(shown, markup=False, highlight=False)
+    total = sum(map(len, continued))
+    out.print(f"{total} tokens in {seconds:.1f} s, compilation included")
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise CliError(f"--tokens {text!r}: want token numbers with commas, e.g. 1,2,3") from None

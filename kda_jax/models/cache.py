@@ -1,0 +1,100 @@
+"""What a model keeps of its requests: one row each, of every layer.
+
+A checkpoint inside a prompt is complete with the recurrent state and the convolution's window of
+the KDA layers and with the number of rows that count in the MLA layers' caches: those only grow, so
+that a prefix of them is the cache of a prefix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..layer_types import KDAState
+from .config import ModelConfig
+from .mla import MLACache
+
+LayerState = KDAState | MLACache
+_ROUND = 64
+
+
+class ModelCache(NamedTuple):
+    """layers: per layer, KDAState or MLACache with N rows. length: int32 [N], tokens so far."""
+
+    layers: tuple[LayerState, ...]
+    length: jax.Array
+
+
+class Checkpoints(NamedTuple):
+    """The states of the KDA layers at the M checkpoints of a prefill, and what names them.
+
+    layers: per layer, KDAState with M rows; None for an MLA layer. sequence: int32 [M], the row of
+    the prefill's cache; length: int32 [M], tokens up to the checkpoint. Rows of padding: -1 and 0.
+    """
+
+    layers: tuple[KDAState | None, ...]
+    sequence: jax.Array
+    length: jax.Array
+
+
+def empty_cache(
+    config: ModelConfig, sequences: int, max_length: int, *, heads: int | None = None
+) -> ModelCache:
+    """A cache of zeros for `sequences` requests of up to `max_length` tokens.
+
+    max_length is rounded up to a multiple of 64 (the MLA caches' block). heads: of the KDA layers,
+    where a device holds fewer than all.
+
+    Raises:
+      ValueError: sequences or max_length is below 1.
+    """
+    for name, value in (("sequences", sequences), ("max_length", max_length)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, want at least 1")
+    room = -(-max_length // _ROUND) * _ROUND
+    dtype = jnp.dtype(config.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    heads = config.linear_num_heads if heads is None else heads
+    D, reach = config.linear_head_dim, config.short_conv_kernel_size - 1
+
+    def layer(index: int) -> LayerState:
+        if config.is_full_attention(index):
+            width = config.kv_lora_rank + config.qk_rope_head_dim
+            return MLACache(jnp.zeros((sequences, room, width), dtype))
+        return KDAState(
+            recurrent=jnp.zeros((sequences, heads, D, D), wide),
+            conv=jnp.zeros((sequences, 3 * heads * D, reach), dtype),
+        )
+
+    layers = tuple(layer(i) for i in range(config.num_hidden_layers))
+    return ModelCache(layers, jnp.zeros((sequences,), jnp.int32))
+
+
+def take_rows(cache: ModelCache, rows: jax.Array) -> ModelCache:
+    """The cache of the requests in `rows`, int [R]."""
+    return jax.tree.map(lambda x: x[rows], cache)
+
+
+def put_rows(cache: ModelCache, rows: jax.Array, part: ModelCache) -> ModelCache:
+    """`cache` with `part` in its rows; a row past the last is dropped."""
+    return jax.tree.map(lambda x, p: x.at[rows].set(p, mode="drop"), cache, part)
+
+
+def resume(cache: ModelCache, checkpoints: Checkpoints, row: int) -> ModelCache:
+    """A cache of one request that goes on from checkpoint `row`.
+
+    Args:
+      cache: the one that the prefill returned, or a later one of the same requests.
+      checkpoints: what it returned beside.
+      row: which of them.
+    """
+    sequence = checkpoints.sequence[row]
+
+    def layer(state: LayerState, saved: KDAState | None) -> LayerState:
+        source, index = (state, sequence) if saved is None else (saved, row)
+        return jax.tree.map(lambda x: x[index][None], source)
+
+    layers = tuple(map(layer, cache.layers, checkpoints.layers))
+    return ModelCache(layers, checkpoints.length[row][None])

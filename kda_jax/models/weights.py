@@ -1,0 +1,237 @@
+"""Checkpoints: published files into (sharded) arrays, and back.
+
+model = from_pretrained(folder)                 # config.json and *.safetensors
+model = from_pretrained(folder, mesh=mesh)      # every device reads its own part, no more
+save_pretrained(model, folder)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from .config import ModelConfig
+from .decoder import LanguageModel
+from .hf_config import from_config, to_config
+from .kimi_k3 import KimiK3
+from .kimi_linear import KimiLinear
+from .names import (
+    Source,
+    canonical,
+    parameter_name,
+    parameter_view,
+    parameters,
+    published_arrays,
+    source,
+)
+from .sharding import parameter_spec
+from .views import Index, View, bounded, part, without_axis
+
+_INDEX = "model.safetensors.index.json"
+_AT_MOST = 20  # names of one kind in a message
+
+
+class WeightsError(ValueError):
+    """The files do not hold the model: says what is missing, unexpected or misshapen, by name."""
+
+
+def model_class(config: ModelConfig) -> type[LanguageModel]:
+    """KimiK3 with attention residuals, else KimiLinear."""
+    return KimiLinear if config.attn_res_block_size is None else KimiK3
+
+
+def abstract_model(config: ModelConfig) -> LanguageModel:
+    """The model with shapes in place of weights: nothing is computed or allocated."""
+    return jax.tree.map(lambda leaf: leaf, _abstract(config))
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract(config: ModelConfig) -> LanguageModel:
+    return jax.eval_shape(lambda: model_class(config)(config, rngs=None))
+
+
+def from_pretrained(
+    path: str | Path, *, mesh: Mesh | None = None, quiet: bool = False, **overrides: Any
+) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+      path: a folder with config.json and one or more safetensors files, with the published names
+        or transformers'. Experts in MXFP4 are dequantised.
+      mesh: with axes "model", "expert" or "data"; each device reads its own shard (see
+        `sharding.parameter_spec`). None: one device.
+      quiet: do not say how many vision tensors were left out.
+      **overrides: fields of `ModelConfig`, e.g. dtype="float32" or backend="chunked".
+
+    Returns:
+      `KimiLinear` or `KimiK3`.
+
+    Raises:
+      FileNotFoundError: there is no config.json or no safetensors file.
+      WeightsError: tensors are missing, unexpected or misshapen; all of them at once, by name.
+      ValueError: the config is not one of a model built here.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"path is {str(folder)!r}: there is no config.json in it")
+    config = from_config(json.loads((folder / "config.json").read_text()), **overrides)
+    tensors, skipped = canonical(_open(folder))
+    if skipped and not quiet:
+        print(f"left out {skipped} vision tensors of {folder.name}")
+    abstract = abstract_model(config)
+    sources = {name: source(name, leaf.shape) for name, leaf in parameters(abstract).items()}
+    _verify(sources, tensors, config)
+
+    def load(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = parameter_name(key)
+        src = sources[name]
+        view = parameter_view(src.kind, [tensors[n] for n in src.names])
+        sharding: Any = SingleDeviceSharding(jax.devices()[0])
+        if mesh is not None:
+            sharding = NamedSharding(mesh, parameter_spec(name, leaf.shape, mesh))
+
+        def shard(index: Index | None) -> np.ndarray:
+            here = bounded(index or (), leaf.shape)
+            return np.ascontiguousarray(view.read(here).astype(leaf.dtype))
+
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+
+    return jax.tree_util.tree_map_with_path(load, abstract)
+
+
+def save_pretrained(
+    model: LanguageModel, path: str | Path, *, max_shard_bytes: int = 5 * 10**9
+) -> list[Path]:
+    """Writes config.json and safetensors files with the published names; one tensor at a time.
+
+    Args:
+      model: the weights, in the dtype in which they are written.
+      path: a folder; made if it is not there.
+      max_shard_bytes: of one file, unless one parameter needs more.
+
+    Returns:
+      The files with weights.
+
+    Raises:
+      ValueError: max_shard_bytes is below 1.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}, want at least 1")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(to_config(model.config), indent=2) + "\n")
+    leaves = parameters(model)
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, leaf in leaves.items():
+        if shards[-1] and size + leaf.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += leaf.nbytes
+    files: list[Path] = []
+    index: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        single = len(shards) == 1
+        file = (
+            "model.safetensors" if single else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        )
+        arrays = {
+            published: array
+            for name in names
+            for published, array in _published(model.config, name, leaves[name])
+        }
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+        files.append(folder / file)
+        index |= dict.fromkeys(arrays, file)
+    if len(files) > 1:
+        total = sum(leaf.nbytes for leaf in leaves.values())
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
+    return files
+
+
+def _published(config: ModelConfig, name: str, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+    src = source(name, leaf.shape)
+    prefix = "language_model." if config.model_type == "kimi_k3" else ""
+    for published, array in zip(
+        src.names, published_arrays(src.kind, np.asarray(leaf)), strict=True
+    ):
+        layer = published.split(".")[2] if published.startswith("model.layers.") else ""
+        if layer and config.is_moe(int(layer)):
+            published = published.replace(".mlp.", ".block_sparse_moe.")
+        if src.kind == "A_log" and config.model_type == "kimi_linear":
+            array = array.reshape(1, 1, -1, 1)
+        yield prefix + published, np.ascontiguousarray(array)
+
+
+def _open(folder: Path) -> dict[str, View]:
+    """Views of all tensors of a folder's safetensors files."""
+    if (folder / _INDEX).is_file():
+        names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
+        files = sorted({folder / name for name in names})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"path is {str(folder)!r}: there is no safetensors file in it")
+    views = {}
+    for file in files:
+        handle = safe_open(file, framework="numpy")
+        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+            view = _slice_view(handle.get_slice(name))
+            views[name] = view
+    return views
+
+
+def _slice_view(data: Any) -> View:
+    shape = tuple(data.get_shape())
+    if not shape:
+        return View((), lambda index: np.asarray(data[...]))
+    return View(shape, lambda index: np.asarray(data[index]))
+
+
+def _verify(sources: dict[str, Source], tensors: dict[str, View], config: ModelConfig) -> None:
+    wanted = {name for src in sources.values() for name in src.names}
+    missing = sorted(wanted - tensors.keys())
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unexpected = sorted(tensors.keys() - wanted - ignored)
+    misshapen = []
+    for src in sources.values():
+        for name in (n for n in src.names if n in tensors):
+            if src.kind == "A_log":
+                tensors[name] = _a_log(tensors[name], src.shape[0])
+            if tensors[name].shape != src.shape:
+                misshapen.append(f"{name} {tensors[name].shape}, want {src.shape}")
+    problems = []
+    for what, names in (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("misshapen", sorted(misshapen)),
+    ):
+        if names:
+            more = f" and {len(names) - _AT_MOST} more" if len(names) > _AT_MOST else ""
+            problems.append(f"{len(names)} {what}: " + ", ".join(names[:_AT_MOST]) + more)
+    if problems:
+        raise WeightsError(
+            "the files do not hold this model; check config.json and the download. "
+            + "; ".join(problems)
+        )
+
+
+def _a_log(view: View, heads: int) -> View:
+    """[H] from [H], [1, 1, H, 1] or [H and zeros]; anything else as it is, to be reported."""
+    if len(view.shape) == 4 and math.prod(view.shape) == heads == view.shape[2]:
+        return without_axis(without_axis(without_axis(view, 3), 1), 0)
+    if len(view.shape) == 1 and view.shape[0] > heads and not np.any(view.all()[heads:]):
+        return part(view, 0, 0, heads)
+    return view

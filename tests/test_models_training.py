@@ -1,0 +1,64 @@
+"""Models can be trained through the kernel: its gradients, and the loss of a few steps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from model_cases import k3, random_model, text
+from programs import needs_fused, quick_jit
+
+from kda_jax import Capacity, ChunkMetadata
+from kda_jax.models.names import parameters
+from kda_jax.models.training import next_token_loss
+
+ROOT = Path(__file__).parents[1]
+
+
+@needs_fused
+@pytest.mark.parametrize(
+    ("layers", "full"), [(1, ()), pytest.param(2, (2,), marks=pytest.mark.slow)]
+)
+def test_gradients_through_fused_equal_those_of_scan(layers, full):
+    """Of a packed batch with padding; with two layers also through MLA and experts."""
+    linear = k3(layers, full)["text_config"]["linear_attn_config"]
+    linear |= {"num_heads": 1}
+    model = random_model(k3(layers, full, linear_attn_config=linear))
+    metadata = ChunkMetadata.from_seq_lens([40, 0, 17], capacity=Capacity(64, 4, 8), chunk_size=16)
+    tokens = text(64)
+
+    def run(backend):
+        def loss(model):
+            return next_token_loss(model, tokens, metadata, max_length=64, backend=backend)
+
+        value, gradient = quick_jit(jax.value_and_grad(loss))(model)
+        return value, parameters(gradient)
+
+    (want_loss, want), (loss, got) = run("scan"), run("fused")
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for name, value in want.items():
+        scale = float(np.abs(value).max())
+        np.testing.assert_allclose(
+            got[name], value, rtol=1e-3, atol=1e-4 * scale + 1e-8, err_msg=name
+        )
+        # Nothing is cut off, but the bias that only chooses and the mix of one candidate.
+        none = name.endswith("e_score_correction_bias") or name.startswith("self_attention_res.0")
+        assert (scale == 0) == none, name
+
+
+@needs_fused
+@pytest.mark.slow
+def test_training_on_real_text_lowers_the_loss_as_scan_does():
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from train import train
+    finally:
+        sys.path.pop(0)
+    content = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8)
+    fused, scan = (np.array(train(content, 30, backend)) for backend in ("fused", "scan"))
+    assert fused[-5:].mean() < 0.8 * fused[:2].mean()
+    np.testing.assert_allclose(fused[:10], scan[:10], rtol=1e-3)
+    assert abs(fused[-5:].mean() - scan[-5:].mean()) < 0.1
