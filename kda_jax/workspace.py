@@ -31,9 +31,9 @@ def workspace(
     """The workspace of a call on "cpu", "cuda" or "rocm".
 
     A chunk of one head leaves w, qg and kg ``[C, K]``, the lower 16 x 16 tiles of Aqk ``[C, C]``
-    and u ``[C, V]`` in the target's operand type, the decay ``[K]`` in float32 and 128 bytes of flags
-    (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]`` (ffi/kernel/group_scan.h). The
-    last bytes are the status of the call (ffi/kernel/schedule.h).
+    and u ``[C, V]`` in the target's operand type, the decay ``[K]`` in float32 and 128 bytes of
+    flags (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]``
+    (ffi/kernel/group_scan.h). The last bytes are the status of the call (ffi/kernel/schedule.h).
     """
     C, capacity = metadata.chunk_size, metadata.capacity
     tiles = C // _TILE

@@ -20,7 +20,6 @@ from cases import (
     BASE,
     DIMS,
     NATIVE,
-    PATHS,
     Array,
     all_paths,
     assert_same_bits,
