@@ -39,3 +39,5 @@ list(JOIN KDA_ROCM_ARCHITECTURES "," architectures)
 target_compile_definitions(_native_rocm PRIVATE KDA_ARCHITECTURES="${architectures}")
 find_library(KDA_AMDHIP64 amdhip64 HINTS $ENV{ROCM_PATH}/lib /opt/rocm/lib REQUIRED)
 target_link_libraries(_native_rocm PRIVATE ${KDA_AMDHIP64})
+# A ROCm outside the loader's path is found where it was linked from.
+set_target_properties(_native_rocm PROPERTIES INSTALL_RPATH_USE_LINK_PATH TRUE)
