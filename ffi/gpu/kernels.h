@@ -3,6 +3,7 @@
 
 #include "../kernel/prologue.h"
 #include "../kernel/schedule.h"
+#include "../kernel/solve.h"
 #include "../kernel/target.h"
 #include "vendor.h"
 
@@ -82,10 +83,10 @@ KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, in
   __syncthreads();
   P::factors(wave, P::NT, w, shared, blob);
   __syncthreads();
-  P::values(s.p, row, head, wave, P::NT, w);
+  Solve<P>::values(s.p, row, head, wave, P::NT, w);
   P::scores(wave, w, shared, blob);
   __syncthreads();
-  P::solve(s.p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
+  Solve<P>::solve(s.p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
 }
 
 // A second pass nearly always has nothing to do. On NVIDIA it is a few blocks that would loop; CDNA's compiler

@@ -61,7 +61,7 @@ struct InputStage {
     KDA_FN void g(typename Tiles::Acc& a, typename Tiles::Acc& b, int t) const {
       Raw x, y;
       load(x, y, 2, t);
-      Tiles::unpack(a, x), Tiles::unpack(b, y);
+      Tiles::widen(a, x), Tiles::widen(b, y);
     }
   };
 };

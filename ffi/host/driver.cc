@@ -5,6 +5,7 @@
 
 #include "../kernel/prologue.h"
 #include "../kernel/schedule.h"
+#include "../kernel/solve.h"
 #include "tiles.h"
 
 namespace kda {
@@ -129,9 +130,9 @@ struct HostDriver {
     for (int w = 0; w < blocks; ++w) P::channels(w, blocks, shared, decay);
     for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out);
     for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
-    for (int w = 0; w < blocks; ++w) P::values(p, row, head, w, blocks, waves[w]);
+    for (int w = 0; w < blocks; ++w) Solve<P>::values(p, row, head, w, blocks, waves[w]);
     for (int w = 0; w < blocks; ++w)
-      P::solve(p, row, head, w, waves[w], shared, out, s.beyond(chunk, head));
+      Solve<P>::solve(p, row, head, w, waves[w], shared, out, s.beyond(chunk, head));
   }
 
   // A task takes all slices of a head, so that a blob is read while it is warm, unless that leaves

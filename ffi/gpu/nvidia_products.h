@@ -1,0 +1,140 @@
+// Operands of mma.sync m16n8k16, and products.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../kernel/ops.h"
+#include "../kernel/target.h"
+#include "nvidia_lanes.h"
+#include "vendor.h"
+
+namespace kda {
+inline namespace KDA_ISA {
+
+struct NvidiaProducts : NvidiaLanes {
+  template <class Op>
+  static KDA_FN Left<Op> left(const Acc& a) {
+    if constexpr (std::is_same_v<Op, F32>) {
+      return a;
+    } else {
+      Operand<Op> o;
+      KDA_UNROLL
+      for (int i = 0; i < 4; ++i) o.r[i] = pack<Op>(a.x[2 * i], a.x[2 * i + 1]);
+      return o;
+    }
+  }
+  template <class Op>
+  static KDA_FN Right<Op> right(const Acc& a) {
+    return left<Op>(a);
+  }
+  // The same with values beyond fp16 kept finite, since 0 times infinity would reach other rows; NaN stays.
+  template <class Op>
+  static KDA_FN Left<Op> left_clamped(const Acc& a) {
+    Left<Op> o = left<Op>(a);
+    if constexpr (std::is_same_v<Op, F16>) {
+      KDA_UNROLL
+      for (int i = 0; i < 4; ++i)
+        asm("{min.NaN.f16x2 %0, %0, %1;\n\tmax.NaN.f16x2 %0, %0, %2;}"
+            : "+r"(o.r[i])
+            : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+    }
+    return o;
+  }
+  template <class Op>
+  static KDA_FN Right<Op> right_clamped(const Acc& a) {
+    return left_clamped<Op>(a);
+  }
+  static KDA_FN uint32_t transpose8(uint32_t r) {
+    uint32_t out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(r));
+    return out;
+  }
+  template <class Op>
+  static KDA_FN Right<Op> right_t(const Acc& a) {
+    if constexpr (std::is_same_v<Op, F32>) {
+      return a;  // mma_f32 reads its right operand as [contraction][row]
+    } else {
+      const Operand<Op> o = left<Op>(a);
+      return Operand<Op>{
+          {transpose8(o.r[0]), transpose8(o.r[2]), transpose8(o.r[1]), transpose8(o.r[3])}};
+    }
+  }
+  template <class Op>
+  static KDA_FN Acc unpack_all(const uint32_t (&r)[4]) {
+    Acc a;
+    KDA_UNROLL
+    for (int e = 0; e < 8; ++e) a.x[e] = unpack<Op>(r[e >> 1], e & 1);
+    return a;
+  }
+  template <class Op>
+  static KDA_FN Acc transposed(const Operand<Op>& a) {
+    const uint32_t r[4] = {transpose8(a.r[0]), transpose8(a.r[2]), transpose8(a.r[1]),
+                           transpose8(a.r[3])};
+    return unpack_all<Op>(r);
+  }
+
+  template <class Op>
+  static KDA_FN void mma8(float* d, const Operand<Op>& a, uint32_t b0, uint32_t b1) {
+#define KDA_MMA(TYPE)                                                                             \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                      \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
+      : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1))
+    if constexpr (std::is_same_v<Op, BF16>) {
+      KDA_MMA("bf16");
+    } else {
+      KDA_MMA("f16");
+    }
+#undef KDA_MMA
+  }
+  template <class Op>
+  static KDA_FN void product(Acc& d, const Operand<Op>& a, const Operand<Op>& b) {
+    mma8<Op>(d.x, a, b.r[0], b.r[2]);
+    mma8<Op>(d.x + 4, a, b.r[1], b.r[3]);
+  }
+  // float32: no tensor core keeps 24 bits, so 16 rank-one updates by shuffles.
+  static KDA_FN void product(Acc& d, const Acc& a, const Acc& b) {
+    KDA_UNROLL
+    for (int k = 0; k < kTile; ++k) {
+      const int holder = (lane() & ~3) + (k & 7) / 2, c = (k & 1) + 4 * (k >> 3);
+      const float left[2] = {shuffle(a.x[c], holder), shuffle(a.x[c + 2], holder)};
+      const int l = (k & 7) * 4 + (lane() & 3);
+      KDA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int e = (i & 1) + 4 * (i >> 1);
+        const float right = shuffle(b.x[e + 2 * (k >> 3)], l);
+        d.x[e] += left[0] * right;
+        d.x[e + 2] += left[1] * right;
+      }
+    }
+  }
+  template <class L, class R>
+  static KDA_FN void mma(Acc& d, int n, L left, R right) {
+    if (n < 8) {
+      KDA_UNROLL
+      for (int i = 0; i < n; ++i) product(d, left(i), right(i));
+    } else {  // two chains: one alone is all latency
+      Acc other;
+      zero(other);
+      KDA_UNROLL
+      for (int i = 0; i < n; ++i) product(i & 1 ? other : d, left(i), right(i));
+      KDA_UNROLL
+      for (int e = 0; e < 8; ++e) d.x[e] += other.x[e];
+    }
+  }
+  // Sums of squares of the rows: the diagonal of x x^T. Token 2g lies in lane (g, g / 2).
+  template <class Op, int N>
+  static KDA_FN RowVec row_squares(const Operand<Op> (&x)[N]) {
+    Acc a;
+    zero(a);
+    KDA_UNROLL
+    for (int i = 0; i < N; ++i) product(a, x[i], x[i]);
+    const int from = (lane() & ~3) + (group() >> 1);
+    const bool odd = group() & 1;
+    return {{shuffle(odd ? a.x[1] : a.x[0], from), shuffle(odd ? a.x[7] : a.x[6], from)}};
+  }
+};
+
+}  // namespace KDA_ISA
+}  // namespace kda
