@@ -1,4 +1,4 @@
-"""`plan_checkpoints`: an engine's cases one by one, our rule, and what may be reused afterwards."""
+"""`plan_checkpoints`: our rule, what may be reused after a step, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,129 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kda_jax import ChunkMetadata
-from kda_jax.serving import CheckpointPlan, CheckpointRule, plan_checkpoints
-
-WIDTH = 16
-
-
-def table(rows: int, width: int = WIDTH) -> np.ndarray:
-    """Row r, column c names block r * width + c; block 0 is the null block."""
-    return np.arange(rows * width).reshape(rows, width)
-
-
-def engine(
-    lengths: list[int],
-    new: list[int],
-    *,
-    block: int = 64,
-    unit: int | None = None,
-    alignment: int | None = 64,
-    blocks: int = 1,
-    drop: bool = False,
-    **options: Any,
-) -> CheckpointPlan:
-    rule = CheckpointRule(block, unit, alignment, blocks, drop, "last_block")
-    computed = np.subtract(lengths, new)
-    options.setdefault("block_tables", table(len(lengths)))
-    return plan_checkpoints(rule, lengths, computed, **options)
-
-
-def flat(plan: CheckpointPlan) -> tuple[list[int], list[int]] | None:
-    """Offset (0: none) and destination (-1: none) of each row."""
-    if plan.checkpoint_offsets is None:
-        return None
-    offsets, destinations = [0] * plan.seq_lens.size, [-1] * plan.seq_lens.size
-    for row, offset, destination in zip(plan.row, plan.offset, plan.destination, strict=True):
-        offsets[row], destinations[row] = int(offset), int(destination)
-    return offsets, destinations
-
-
-def test_a_two_prompts() -> None:
-    plan = engine([200, 128], [200, 128], block_tables=table(2, 4))
-    assert flat(plan) == ([192, 64], [2, 4])
-    assert plan.column.tolist() == [2, 0]
-
-
-def test_b_a_prompt_that_goes_on() -> None:
-    assert flat(engine([400, 64], [144, 64])) == ([128, 0], [5, -1])
-
-
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize(("block", "unit"), [(64, 64), (64, 16), (192, 96), (256, 64)])
-def test_c_never_the_live_row(block: int, unit: int, drop: bool) -> None:
-    lengths = np.arange(1, 1300)
-    seen = []
-    for prompts in (None, lengths + 9, lengths + 70):
-        rule = CheckpointRule(block, unit, 1, 1, drop, "last_block")
-        plan = plan_checkpoints(rule, lengths, 0 * lengths, prompt_lens=prompts)
-        live = (lengths - 1) // block
-        seen.append(plan.num_checkpoints)
-        assert (plan.column != live[plan.row]).all() and (plan.column >= 0).all()
-    assert seen[0] and seen[1]
-
-
-def test_d_the_step_starts_at_the_position() -> None:
-    assert flat(engine([168], [40])) is None
-
-
-def test_e_null_block_as_destination() -> None:
-    blocks = table(2)
-    blocks[0, 2] = 0
-    plan = engine([200, 128], [200, 128], block_tables=blocks)
-    assert flat(plan) == ([0, 64], [-1, WIDTH])
-    assert plan.offered(0) == []
-
-
-@pytest.mark.parametrize("options", [{"blocks": 0}, {"alignment": None}])
-def test_f_no_blocks_reserved(options: dict[str, Any]) -> None:
-    plan = engine([200, 128], [200, 128], **options)
-    assert flat(plan) is None
-    assert plan.offered(0) == [] and plan.offered(1) == [(128, WIDTH + 1)]  # a step end is a state
-
-
-def test_g_rows_are_picked_by_index() -> None:
-    # Two drafts: requests 0 and 2 verify them with three tokens each.
-    plan = engine([300, 200, 400, 512, 128], [3, 200, 3, 1, 128], rows=[1, 3, 4])
-    assert flat(plan) == ([192, 0, 64], [WIDTH + 2, -1, 4 * WIDTH])
-    assert plan.seq_lens.tolist() == [200, 1, 128]
-
-
-def test_h_caching_off() -> None:
-    plan = engine([200, 128], [200, 128], caching=False)
-    assert flat(plan) is None
-    assert plan.offered(0) == plan.offered(1) == []
-
-
-def test_i_a_decode_row_first() -> None:
-    assert flat(engine([64, 200], [1, 200], rows=[1])) == ([192], [WIDTH + 2])
-    assert flat(engine([64, 200], [1, 200])) == ([0, 192], [-1, WIDTH + 2])
-
-
-def test_j_hash_unit_below_the_block() -> None:
-    plan = engine([700], [700], block=256, unit=128)
-    assert flat(plan) == ([640], [1])
-    assert plan.position.tolist() == [640] and plan.column.tolist() == [1]
-
-
-def test_k_off_the_alignment() -> None:
-    assert flat(engine([700], [700], block=192, unit=96)) is None
-    assert flat(engine([700], [700], block=192, unit=96, alignment=32)) == ([672], [2])
-
-
-def test_cases_become_metadata() -> None:
-    plan = engine([200, 128, 168], [200, 128, 40])
-    metadata = plan.metadata()
-    assert metadata == ChunkMetadata.from_seq_lens([200, 128, 40], checkpoint_offsets=[192, 64, 0])
-    assert metadata.checkpoints.tolist() == [[0, 192], [1, 64]]  # the order of plan.destination
-    assert engine([168], [40]).metadata() == ChunkMetadata.from_seq_lens([40])
-    padded = plan.metadata(chunk_size=32, capacity="bucket")
-    assert (padded.chunk_size, padded.capacity.checkpoints) == (32, 2)
+from kda_jax.layer_types import KDALayerConfig
+from kda_jax.serving import CheckpointRule, KDACacheSpec, plan_checkpoints
 
 
 def test_draft_drop_puts_it_one_unit_earlier() -> None:
-    assert flat(engine([200], [200], drop=True)) == ([128], [2])
-    assert flat(engine([128], [128], drop=True)) is None  # 64 - 64 is the start
+    theirs = CheckpointRule(64, None, 64, 1, True, "last_block")
+    plan = plan_checkpoints(theirs, [200, 128], [0, 0])
+    assert plan.checkpoint_offsets == [[128], []]  # 64 - 64 is the start
+    assert plan.column.tolist() == [2]
     ours = CheckpointRule(64, drop_draft_block=True)
     assert plan_checkpoints(ours, [200], [0]).position.tolist() == [64, 128]
 
@@ -277,7 +163,8 @@ def test_empty_step() -> None:
         rule = CheckpointRule(64, policy=policy)  # type: ignore[arg-type]
         plan = plan_checkpoints(rule, [], [])
         assert plan.num_checkpoints == 0 and plan.metadata().num_sequences == 0
-    assert flat(engine([0, 0], [0, 0], block_tables=np.zeros((2, 0), np.int32))) is None
+    no_blocks = np.zeros((2, 0), np.int32)
+    assert plan_checkpoints(rule, [0, 0], [0, 0], block_tables=no_blocks).num_checkpoints == 0
 
 
 @pytest.mark.parametrize(
@@ -310,7 +197,7 @@ def test_rule_refusals(arguments: dict[str, Any], message: str) -> None:
             {"lengths": [130], "computed": [0], "block_tables": [[1, 2]]},
             "block_tables has 2 columns, but request 0 has 130 tokens and needs 3 blocks of 64",
         ),
-        ({"lengths": [3], "computed": [0], "block_tables": table(2)}, "block_tables has 2 rows"),
+        ({"lengths": [3], "computed": [0], "block_tables": [[1], [2]]}, "block_tables has 2 rows"),
     ],
 )
 def test_step_refusals(arguments: dict[str, Any], message: str) -> None:
@@ -320,4 +207,14 @@ def test_step_refusals(arguments: dict[str, Any], message: str) -> None:
 
 def test_block_tables_are_for_last_block() -> None:
     with pytest.raises(ValueError, match="block_tables is given, but policy 'every_unit'"):
-        plan_checkpoints(CheckpointRule(64), [3], [0], block_tables=table(1))
+        plan_checkpoints(CheckpointRule(64), [3], [0], block_tables=[[1]])
+
+
+def test_the_rule_of_a_spec() -> None:
+    config = KDALayerConfig(backend="chunked")
+    spec = KDACacheSpec.from_config(config, block_size=1536, checkpoint_blocks=4)
+    rule = CheckpointRule.from_spec(spec, hash_unit=512, drop_draft_block=True)
+    assert rule == CheckpointRule(1536, 512, 1, 4, True)
+    off = KDACacheSpec.from_config(config, block_size=64, use_prefill_checkpoint=False)
+    assert not CheckpointRule.from_spec(off).enabled
+    assert plan_checkpoints(CheckpointRule.from_spec(off), [200], [0]).num_checkpoints == 0
