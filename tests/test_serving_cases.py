@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,42 @@ def test_cases_become_metadata() -> None:
     assert engine([168], [40]).metadata() == ChunkMetadata.from_seq_lens([40])
     padded = plan.metadata(chunk_size=32, capacity="bucket")
     assert (padded.chunk_size, padded.capacity.checkpoints) == (32, 2)
+
+
+def definition(rule: CheckpointRule, start: int, end: int, prompt: int) -> tuple[int, int] | None:
+    """(position, column) of one request, word by word."""
+    unit, block = rule.unit, rule.block_size
+    position = (prompt - 1) // unit * unit
+    if rule.drop_draft_block:
+        position -= unit
+    column = math.ceil(prompt / block) - 2
+    live, read = (end - 1) // block, (start - 1) // block
+    if start % unit or not start < position < end or start + unit > position:
+        return None
+    if math.ceil(end / block) - 2 <= read or (position - start) % rule.alignment:
+        return None
+    # Beyond the engine's rule, which has no prompt longer or shorter than the step's end.
+    return (position, column) if read < column != live else None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_its_definition(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    unit = int(rng.choice([1, 16, 48, 64]))
+    rule = CheckpointRule(
+        unit * int(rng.integers(1, 5)),
+        unit,
+        int(rng.choice([1, 1, 16, 64])),
+        1,
+        bool(rng.integers(2)),
+        "last_block",
+    )
+    ends = rng.integers(0, 700, 200)
+    starts = rng.integers(0, ends + 1)
+    starts = np.where(rng.integers(2, size=200), starts // unit * unit, starts)
+    prompts = ends + rng.integers(-2, 3, 200) * rng.integers(0, unit + 1, 200) * rng.integers(2)
+    prompts = np.maximum(prompts, 0)
+    plan = plan_checkpoints(rule, ends, starts, prompt_lens=prompts)
+    got = dict(zip(plan.row, zip(plan.position, plan.column, strict=True), strict=True))
+    for r in range(200):
+        assert got.get(r) == definition(rule, starts[r], ends[r], prompts[r])

@@ -7,10 +7,11 @@ computed before the step, e those after it and L the length of the prompt (e unl
 "every_unit": positions p are multiples of U with s < p <= e, (p - s) % alignment == 0 and
     p <= last = floor((L - 1) / U) * U, one U less under the draft-block drop; of the multiples of U
     up to `last`, the deepest `max_per_request`. Each has a row of its own (`with_rows`).
-"last_block": at most one position, p = floor((L - 1) / U) * U, one U less under the drop. It counts
-    if s % U == 0, s + U <= p < e, (p - s) % alignment == 0 and
-    ceil(e / B) - 2 > floor((s - 1) / B). Its state goes to column ceil(L / B) - 2 of the request's
-    block table, unless that is the null block or the column that holds the live state at e.
+"last_block": at most one position, p = floor((L - 1) / U) * U, one U less under the drop. Its state
+    goes to column c = ceil(L / B) - 2 of the request's block table. It counts if s % U == 0,
+    s + U <= p < e, (p - s) % alignment == 0, the block of column c is not the null block, and
+    floor((s - 1) / B) < c < floor((e - 1) / B): neither the column of the state that the step
+    starts from nor that of the live state, which it leaves at e.
 
 A request reuses at most L - 1 tokens, since the last one must run to give logits; a checkpoint
 past `last` would only serve a longer prompt.
@@ -130,10 +131,8 @@ def _last_block(
         & (starts + unit <= position)
         & (position < ends)
         & ((position - starts) % rule.alignment == 0)
-        & (-(-ends // block) - 2 > read)
-        # These two follow from the others where the prompt ends in this step.
-        & (column > read)
-        & (column != live)
+        & (read < column)
+        & (column < live)
     )
     if tables is not None and valid.any():
         safe = np.where(valid, column, 0)
