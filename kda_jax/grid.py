@@ -38,7 +38,7 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size is {chunk_size!r}, want one of {CHUNK_SIZES}")
 
 
-def _host_integers(values: Any, name: str, ndim: int = 1) -> Array:
+def host_integers(values: Any, name: str, ndim: int = 1) -> Array:
     """``values`` as a NumPy integer array; never reads a device."""
     if isinstance(values, jax.Array):
         raise ValueError(
@@ -60,7 +60,7 @@ def _host_integers(values: Any, name: str, ndim: int = 1) -> Array:
 
 def parse_seq_lens(seq_lens: Any) -> Array:
     """Reads sequence lengths; returns cu_seqlens, int64 ``[N + 1]``."""
-    lengths = _host_integers(seq_lens, "seq_lens")
+    lengths = host_integers(seq_lens, "seq_lens")
     if lengths.size and lengths.min() < 0:
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"seq_lens[{i}] is {lengths[i]}, want a length >= 0")
@@ -73,7 +73,7 @@ def parse_seq_lens(seq_lens: Any) -> Array:
 
 def parse_cu_seqlens(cu_seqlens: Any) -> Array:
     """Reads the packed boundaries; returns them as int64 ``[N + 1]``."""
-    cu = _host_integers(cu_seqlens, "cu_seqlens")
+    cu = host_integers(cu_seqlens, "cu_seqlens")
     if cu.dtype not in (np.int32, np.int64):
         raise ValueError(f"cu_seqlens has dtype {cu.dtype}, want int32 or int64")
     if cu.size == 0 or cu[0] != 0:
@@ -93,7 +93,7 @@ def parse_checkpoints(offsets: Any, lengths: Array) -> tuple[Array, Array]:
     if offsets is None:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     if isinstance(offsets, jax.Array):
-        _host_integers(offsets, "checkpoint_offsets")
+        host_integers(offsets, "checkpoint_offsets")
     if isinstance(offsets, np.ndarray) and offsets.ndim == 1 and offsets.dtype != object:
         nested, items = False, offsets.tolist()
     else:
@@ -114,9 +114,9 @@ def parse_checkpoints(offsets: Any, lengths: Array) -> tuple[Array, Array]:
         )
     if nested:
         sequence = np.repeat(np.arange(n), list(map(len, items)))
-        offset = _host_integers(list(itertools.chain.from_iterable(items)), "checkpoint_offsets")
+        offset = host_integers(list(itertools.chain.from_iterable(items)), "checkpoint_offsets")
     else:
-        flat = _host_integers(items, "checkpoint_offsets")
+        flat = host_integers(items, "checkpoint_offsets")
         sequence = np.flatnonzero(flat)  # 0 means none here
         offset = flat[sequence]
     offset = offset.astype(np.int64)
@@ -179,8 +179,8 @@ def check_chunk_arrays(cu: Array, chunk_size: int, indices: Any, offsets: Any) -
     grid = cut_chunks(cu, none, none, chunk_size)
     want_offsets = np.concatenate([[0], np.cumsum(grid.counts)])
     within = np.arange(grid.sequence.size) - want_offsets[grid.sequence]
-    _same("chunk_offsets", _host_integers(offsets, "chunk_offsets"), want_offsets, chunk_size)
-    got = _host_integers(indices, "chunk_indices", ndim=2)
+    _same("chunk_offsets", host_integers(offsets, "chunk_offsets"), want_offsets, chunk_size)
+    got = host_integers(indices, "chunk_indices", ndim=2)
     want = np.stack([grid.sequence, within], axis=1)
     _same("chunk_indices", got.reshape(0, 2) if got.size == 0 else got, want, chunk_size)
 
