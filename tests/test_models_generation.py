@@ -274,3 +274,34 @@ def test_step_errors(model):
         models.empty_cache(model.config, 1, 0)
     with pytest.raises(ValueError, match="attn_res_block_size is None"):
         models.KimiK3(models.from_config(LINEAR), rngs=None)
+
+
+def test_a_prefill_of_fewer_sequences_leaves_the_other_rows(model):
+    """Rows of padding are somebody's: their state, window and length stay."""
+    cache = models.empty_cache(model.config, 4, 64)
+    tokens = text(64)
+    both = ChunkMetadata.from_seq_lens([5, 9], capacity=Capacity(64, 4, 8))
+    _, cache = models.prefill(model, tokens, both, cache)
+    one = ChunkMetadata.from_seq_lens([4], capacity=Capacity(64, 4, 8))
+    _, after = models.prefill(model, tokens, one, cache)
+    assert after.length.tolist() == [9, 9, 0, 0]
+    for before, now in zip(cache.layers, after.layers, strict=True):
+        for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(now), strict=True):
+            np.testing.assert_array_equal(x[1], y[1])
+
+
+def test_a_decode_row_without_a_past_ignores_what_its_row_holds(model):
+    clean, used = (models.empty_cache(model.config, 2, 64) for _ in range(2))  # steps take them
+    used = used._replace(layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), used.layers))
+    tokens = jnp.array([7, 8], jnp.int32)
+    want, _ = models.decode_step(model, tokens, clean)
+    got, _ = models.decode_step(model, tokens, used)
+    np.testing.assert_array_equal(got.logits, want.logits)
+
+
+def test_sampling_refuses_what_is_no_temperature():
+    logits = jnp.array([[0.0, 5.0, 3.0]])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature is"):
+            models.sample(logits, wrong, jax.random.key(0))
+    assert models.sample(logits, 1e-40).tolist() == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -266,3 +267,21 @@ def test_dtype_can_be_chosen(saved):
         assert leaf.dtype == jnp.float32
         np.testing.assert_array_equal(leaf, np.asarray(parameters(model)[name], np.float32))
     assert parameters(abstract_model(model.config))["norm.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_a_second_save_replaces_the_first(tmp_path):
+    first, second = (random_model(LINEAR, seed=seed) for seed in (0, 7))
+    models.save_pretrained(first, tmp_path, max_shard_bytes=20000)
+    models.save_pretrained(second, tmp_path)
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    loaded = models.from_pretrained(tmp_path, quiet=True)
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_tensor_that_is_given_twice_is_refused(tmp_path):
+    models.save_pretrained(random_model(LINEAR), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    shutil.copy(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"given twice, in b\.safetensors"):
+        models.from_pretrained(tmp_path)

@@ -12,8 +12,7 @@ inline namespace KDA_ISA {
 
 KDA_FN unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-struct Barrier {  // in shared memory
+struct Barrier {  // in shared memory; sm_90
   uint64_t word;
 
   KDA_FN void init(int count) {
@@ -48,7 +47,6 @@ struct Barrier {  // in shared memory
         : "memory");
   }
 };
-#endif
 
 // A chunk's operands in shared memory, for `Slices` neighbouring slices of V.
 template <class Tiles, int K, int C, int Slices>

@@ -88,8 +88,16 @@ def resume(cache: ModelCache, checkpoints: Checkpoints, row: int) -> ModelCache:
     Args:
       cache: the one that the prefill returned, or a later one of the same requests.
       checkpoints: what it returned beside.
-      row: which of them.
+      row: which of them, from 0; not a row of padding.
+
+    Raises:
+      ValueError: there is no such checkpoint.
     """
+    count = checkpoints.sequence.shape[0]
+    if not 0 <= row < count:
+        raise ValueError(f"row is {row}, want 0 to {count - 1}: there are {count} checkpoints")
+    if not isinstance(checkpoints.sequence, jax.core.Tracer) and checkpoints.sequence[row] < 0:
+        raise ValueError(f"row is {row}, which is padding: no sequence has this checkpoint")
     sequence = checkpoints.sequence[row]
 
     def layer(state: LayerState, saved: KDAState | None) -> LayerState:

@@ -102,11 +102,27 @@ def _attention(
     if prefill is not None:
         assert batch.start is not None
         cache = KDACache(prefill, batch.start > 0)
+    if decode is not None:  # a request without a past has no state, whatever its row holds
+        assert batch.decode_start is not None
+        decode = _rows(batch.decode_start > 0, decode, jax.tree.map(jnp.zeros_like, decode))
     y, states, state = attention.step(
         x, batch.metadata, cache, decode, active=batch.active, backend=backend
     )
     final, inside = (None, None) if states is None else (states.final, states.checkpoint)
+    if final is not None and prefill is not None:
+        # The operator returns zeros for rows of padding, but such a row is somebody's state.
+        assert batch.metadata is not None
+        final = _rows(jnp.asarray(batch.metadata.seqs)[:, 1] >= 0, final, prefill)
     return axes.sum_model(y), final, inside, state
+
+
+def _rows(keep: jax.Array, these: KDAState, those: KDAState) -> KDAState:
+    """`these` in the rows to keep, bool [N], else `those`."""
+
+    def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, y.astype(x.dtype))
+
+    return jax.tree.map(choose, these, those)
 
 
 @functools.partial(jax.jit, static_argnames=("axes",))

@@ -81,8 +81,9 @@ def decode_step(
     Args:
       model: the weights.
       tokens: int32 [D].
-      cache: D rows.
-      active: bool [D]; a False row keeps its cache and has zeros for logits. None: all.
+      cache: D rows, each with room for one more token: one past the end of an MLA cache is lost,
+        which only the caller can see. A row of length 0 starts afresh.
+      active: bool [D]; a False row has zeros for logits, and its past stays. None: all.
 
     Returns:
       `Outputs` (logits [D, V]) and the cache.
@@ -136,6 +137,8 @@ def mixed_step(
     """
     rows = decode_cache.length.shape[0]
     active = jnp.ones((rows,), jnp.bool_) if active is None else active
+    if active.shape != (rows,):
+        raise ValueError(f"active has shape {active.shape}, decode_cache has {rows} rows")
     _check(tokens, rows, metadata, prefill_cache)
     batch = Batch(metadata, prefill_cache.length, active, decode_cache.length)
     out, prefilled, decoded = forward(
@@ -149,15 +152,23 @@ def sample(logits: jax.Array, temperature: float, key: jax.Array | None = None) 
     """int32 [R] from logits [R, V]: the best for temperature 0, else from softmax(logits / t).
 
     Raises:
-      ValueError: the temperature is negative, or there is one and no key.
+      ValueError: the temperature is negative or not finite, or there is one and no key.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}, want 0 (greedy) or more")
-    if temperature == 0:
+    _check_temperature(temperature, key)
+    if temperature < _GREEDY:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if key is None:
-        raise ValueError(f"temperature is {temperature} without a key: pass key=jax.random.key(0)")
+    assert key is not None
     return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
+
+_GREEDY = 1e-6  # logits over less than this overflow, and the best one wins anyway
+
+
+def _check_temperature(temperature: float, key: jax.Array | None) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, want 0 (greedy) or more, and finite")
+    if temperature >= _GREEDY and key is None:
+        raise ValueError(f"temperature is {temperature} without a key: pass key=jax.random.key(0)")
 
 
 def generate(
@@ -189,6 +200,7 @@ def generate(
       ValueError: a prompt is empty or holds a token outside the vocabulary; or a wrong option.
     """
     _check_prompts(model, prompts, max_new_tokens, step_tokens)
+    _check_temperature(temperature, key)
     ends = np.asarray(model.config.eos_token_id if eos is None else eos, np.int32)
     rows = Capacity.bucket(1, len(prompts)).sequences
     longest = max(map(len, prompts)) + max_new_tokens

@@ -37,6 +37,8 @@ def decode_attention(
     Returns [D, H, value_dim] in float32; zeros where the length is 0.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    # A row that nobody sees may hold anything, and 0 times NaN is NaN.
+    cache = jnp.where((jnp.arange(cache.shape[1]) < length[:, None])[..., None], cache, 0)
     scores = scale * jnp.einsum(
         "dhc,dsc->dhs", q, cache, precision=_HIGHEST, preferred_element_type=wide
     )
@@ -92,6 +94,7 @@ def prefill_attention(
         def attend(carry: tuple[jax.Array, ...], key0: jax.Array) -> tuple[jax.Array, ...]:
             peak, total, out = carry
             keys = lax.dynamic_slice(cache, (sequence, key0, 0), (1, block, C))[0]
+            keys = jnp.where((key0 + jnp.arange(block) <= last)[:, None], keys, 0)
             scores = scale * jnp.einsum(
                 "bhc,sc->bhs", query, keys, precision=_HIGHEST, preferred_element_type=wide
             )

@@ -28,6 +28,10 @@ _RENAME = (
 _EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+class WeightsError(ValueError):
+    """The files do not hold the model: says what is missing, unexpected or misshapen, by name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The published tensors of one parameter: their names, how they become it, their shape."""
@@ -119,7 +123,10 @@ def canonical(tensors: Mapping[str, View]) -> tuple[dict[str, View], int]:
         name = raw
         for pattern, replacement in _RENAME:
             name = pattern.sub(replacement, name)
-        found |= _split(name, view)
+        parts = _split(name, view)
+        if twice := sorted(found.keys() & parts.keys()):
+            raise WeightsError(f"{twice[0]} is given twice, once as {raw}")
+        found |= parts
     for name in [n for n in found if n.endswith(".weight_packed")]:
         stem = name.removesuffix("_packed")
         scale = found.get(f"{stem}_scale")

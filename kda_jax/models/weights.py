@@ -27,6 +27,7 @@ from .kimi_k3 import KimiK3
 from .kimi_linear import KimiLinear
 from .names import (
     Source,
+    WeightsError,
     canonical,
     parameter_name,
     parameter_view,
@@ -39,10 +40,6 @@ from .views import Index, View, bounded, part, without_axis
 
 _INDEX = "model.safetensors.index.json"
 _AT_MOST = 20  # names of one kind in a message
-
-
-class WeightsError(ValueError):
-    """The files do not hold the model: says what is missing, unexpected or misshapen, by name."""
 
 
 def model_class(config: ModelConfig) -> type[LanguageModel]:
@@ -158,6 +155,11 @@ def save_pretrained(
         total = sum(leaf.nbytes for leaf in leaves.values())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    # What an earlier save left would be read instead of this one, or beside it.
+    for stale in set(folder.glob("model*.safetensors")) - set(files):
+        stale.unlink()
     return files
 
 
@@ -180,6 +182,8 @@ def _open(folder: Path) -> dict[str, View]:
     if (folder / _INDEX).is_file():
         names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
         files = sorted({folder / name for name in names})
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -188,8 +192,9 @@ def _open(folder: Path) -> dict[str, View]:
     for file in files:
         handle = safe_open(file, framework="numpy")
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-            view = _slice_view(handle.get_slice(name))
-            views[name] = view
+            if name in views:
+                raise WeightsError(f"{name} is given twice, in {file.name} and in a file before it")
+            views[name] = _slice_view(handle.get_slice(name))
     return views
 
 
