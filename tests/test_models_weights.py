@@ -14,9 +14,9 @@ from model_cases import DATA, LINEAR, k3, random_model
 from safetensors.numpy import load_file, save_file
 
 from kda_jax import models
-from kda_jax.models.names import parameters
+from kda_jax.models.names import WeightsError, parameters
 from kda_jax.models.views import FP4, View, mxfp4, part, stacked, transposed
-from kda_jax.models.weights import WeightsError, abstract_model
+from kda_jax.models.weights import abstract_model
 
 
 def assert_same(got, want):

@@ -7,7 +7,8 @@ from .generation import decode_step, generate, mixed_step, prefill, sample
 from .hf_config import from_config, to_config
 from .kimi_k3 import KimiK3
 from .kimi_linear import KimiLinear
-from .weights import WeightsError, abstract_model, from_pretrained, save_pretrained
+from .names import WeightsError
+from .weights import abstract_model, from_pretrained, save_pretrained
 
 __all__ = [
     "Checkpoints",
