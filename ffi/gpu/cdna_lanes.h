@@ -115,7 +115,8 @@ struct CdnaLanes {
     for (int e = 0; e < 4; ++e) a.x[e] += row() == col(e) ? d.x : 0.0f;
   }
 
-  // `first` = the smallest `token` + column where |a| is not within the limit.
+  // `first` = the smallest `token` + column (`Rows`: row) where |a| is not within the limit.
+  template <bool Rows = false>
   static KDA_FN void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
     unsigned most = 0;  // as an integer, since NaN then is the largest
     KDA_UNROLL
@@ -126,8 +127,10 @@ struct CdnaLanes {
     }
     if (most <= __builtin_bit_cast(unsigned, limit)) return;
     KDA_UNROLL
-    for (int e = 3; e >= 0; --e)
-      if (!(__builtin_fabsf(a.x[e]) <= limit) && token + col(e) < first) first = token + col(e);
+    for (int e = 3; e >= 0; --e) {
+      const int at = token + (Rows ? row() : col(e));
+      if (!(__builtin_fabsf(a.x[e]) <= limit) && at < first) first = at;
+    }
   }
   static KDA_FN int32_t wave_min(int32_t x) {
     KDA_UNROLL

@@ -66,6 +66,10 @@ struct CdnaProducts : CdnaLanes {
   static KDA_FN Right<Op> right_t(const Acc& a) {
     return left<Op>(transposed(left<Op>(a)));
   }
+  template <class Op>
+  static KDA_FN Left<Op> left_t(const Acc& a) {  // both operands have one layout
+    return right_t<Op>(a);
+  }
 
   static KDA_FN void product(Acc& d, const Operand<BF16>& a, const Operand<BF16>& b) {
     d.x = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, b.x),

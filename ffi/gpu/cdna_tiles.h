@@ -34,20 +34,8 @@ struct CdnaTiles : CdnaProducts {
     return load_left<Op>(p);
   }
   template <class Op>
-  static KDA_FN Acc load_acc(const Storage* p) {
-    return {__builtin_convertvector(load_left<Op>(p).x, Float4)};
-  }
-  template <class Op>
   static KDA_FN void store(Storage* p, const Operand<Op>& a) {
     reinterpret_cast<Vector<Op>*>(p)[lane()] = a.x;
-  }
-  template <class Op>
-  static KDA_FN void store_acc(Storage* p, const Acc& a) {
-    store(p, left<Op>(a));
-  }
-  template <class Op>
-  static KDA_FN void store_acc_t(Storage* p, const Acc& a) {
-    store(p, right_t<Op>(a));
   }
   // Operands that the walk reads; here they lie like all others.
   template <class Op>

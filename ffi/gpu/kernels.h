@@ -83,10 +83,9 @@ KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, in
   __syncthreads();
   P::factors(wave, P::NT, w, shared, blob);
   __syncthreads();
-  Solve<P>::values(s.p, row, head, wave, P::NT, w);
-  P::scores(wave, w, shared, blob);
+  P::scores(wave, row.first, w, shared, blob);
   __syncthreads();
-  Solve<P>::solve(s.p, row, head, wave, w, shared, blob, s.beyond(chunk, head));
+  Solve<P>::solve(row, wave, w, shared, blob, s.beyond(chunk, head));
 }
 
 // A second pass nearly always has nothing to do. On NVIDIA it is a few blocks that would loop; CDNA's compiler

@@ -145,7 +145,8 @@ struct NvidiaLanes {
     for (int e = 0; e < 8; ++e) a.x[e] += row(e) == col(e) ? at(d, e) : 0.0f;
   }
 
-  // `first` = the smallest `token` + column where |a| is beyond the limit; NaN is let pass.
+  // `first` = the smallest `token` + column (`Rows`: row) where |a| is beyond the limit; NaN is let pass.
+  template <bool Rows = false>
   static KDA_FN void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
     float most = 0;
     KDA_UNROLL
@@ -153,7 +154,8 @@ struct NvidiaLanes {
     if (most <= limit) return;
     KDA_UNROLL
     for (int e = 0; e < 8; ++e)
-      if (fabsf(a.x[e]) > limit) first = min(first, token + token_col(e));
+      if (fabsf(a.x[e]) > limit)
+        first = min(first, token + (Rows ? token_row(e) : token_col(e)));
   }
   static KDA_FN int32_t wave_min(int32_t x) { return __reduce_min_sync(~0u, x); }
   static KDA_FN void atomic_max(int32_t* p, int32_t value) { atomicMax(p, value); }

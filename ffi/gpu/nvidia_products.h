@@ -61,6 +61,10 @@ struct NvidiaProducts : NvidiaLanes {
     }
   }
   template <class Op>
+  static KDA_FN Left<Op> left_t(const Acc& a) {  // both operands have one layout
+    return right_t<Op>(a);
+  }
+  template <class Op>
   static KDA_FN Acc unpack_all(const uint32_t (&r)[4]) {
     Acc a;
     KDA_UNROLL

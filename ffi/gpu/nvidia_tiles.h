@@ -38,20 +38,8 @@ struct NvidiaTiles : NvidiaProducts {
     return load_operand<Op>(p);
   }
   template <class Op>
-  static KDA_FN Acc load_acc(const Storage* p) {
-    return unpack_all<Op>(load_operand<Op>(p).r);
-  }
-  template <class Op>
   static KDA_FN void store(Storage* p, const Operand<Op>& a) {
     reinterpret_cast<uint4*>(p)[lane()] = make_uint4(a.r[0], a.r[1], a.r[2], a.r[3]);
-  }
-  template <class Op>
-  static KDA_FN void store_acc(Storage* p, const Acc& a) {
-    store(p, left<Op>(a));
-  }
-  template <class Op>
-  static KDA_FN void store_acc_t(Storage* p, const Acc& a) {
-    store(p, right_t<Op>(a));
   }
 
   // ---- the walk's operands -----------------------------------------------------------------------

@@ -129,10 +129,9 @@ struct HostDriver {
       P::load(p, row, head, w, typename P::Direct(p, row, head, w), waves[w], shared);
     for (int w = 0; w < blocks; ++w) P::channels(w, blocks, shared, decay);
     for (int w = 0; w < blocks; ++w) P::factors(w, blocks, waves[w], shared, out);
-    for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
-    for (int w = 0; w < blocks; ++w) Solve<P>::values(p, row, head, w, blocks, waves[w]);
+    for (int w = 0; w < blocks; ++w) P::scores(w, row.first, waves[w], shared, out);
     for (int w = 0; w < blocks; ++w)
-      Solve<P>::solve(p, row, head, w, waves[w], shared, out, s.beyond(chunk, head));
+      Solve<P>::solve(row, w, waves[w], shared, out, s.beyond(chunk, head));
   }
 
   // A task takes all slices of a head, so that a blob is read while it is warm, unless that leaves

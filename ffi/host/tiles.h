@@ -98,14 +98,17 @@ struct HostTiles {
   static void mask_rows(RowVec& v, int valid) {
     for (int r = 0; r < kTile; ++r) v.x[r] = r < valid ? v.x[r] : 0.0f;
   }
-  // `first` = the smallest `token` + column where |a| is not within the limit.
+  // `first` = the smallest `token` + column (`Rows`: row) where |a| is not within the limit.
+  template <bool Rows = false>
   static void first_beyond(int32_t& first, const Acc& a, float limit, int32_t token) {
     bool within = true;
     for (int i = 0; i < kTileElements; ++i) within &= __builtin_fabsf((&a.x[0][0])[i]) <= limit;
     if (within) return;
     for (int c = kTile - 1; c >= 0; --c)
-      for (int r = 0; r < kTile; ++r)
-        if (!(__builtin_fabsf(a.x[r][c]) <= limit) && token + c < first) first = token + c;
+      for (int r = 0; r < kTile; ++r) {
+        const int at = token + (Rows ? r : c);
+        if (!(__builtin_fabsf(a.x[r][c]) <= limit) && at < first) first = at;
+      }
   }
   static int32_t wave_min(int32_t x) { return x; }
   static void atomic_max(int32_t* p, int32_t value) {
@@ -187,6 +190,12 @@ struct HostTiles {
     return out;
   }
   template <class Op>
+  static Left<Op> left_t(const Acc& a) {
+    Left<Op> out;
+    static_cast<Acc&>(out) = transpose(left<Op>(a));
+    return out;
+  }
+  template <class Op>
   static Right<Op> right_t(const Acc& a) {  // of the transpose: columns are rows, rows contracted
     Right<Op> out;
     static_cast<Acc&>(out) = left<Op>(a);
@@ -255,17 +264,9 @@ struct HostTiles {
     return *reinterpret_cast<const Right<Op>*>(p);
   }
   template <class Op>
-  static Acc load_acc(const Storage* p) {
-    return *reinterpret_cast<const Acc*>(p);
-  }
-  template <class Op>
   static void store(Storage* p, const Left<Op>& a) { std::memcpy(p, &a, sizeof a); }
   template <class Op>
   static void store(Storage* p, const Right<Op>& a) { std::memcpy(p, &a, sizeof a); }
-  template <class Op>
-  static void store_acc(Storage* p, const Acc& a) { store(p, left<Op>(a)); }
-  template <class Op>
-  static void store_acc_t(Storage* p, const Acc& a) { store(p, right<Op>(a)); }
   // Operands that the walk reads; here they lie like all others.
   template <class Operand>
   static void store_blob(Storage* p, TileAt at, const Operand& a) { store(p + at.offset, a); }

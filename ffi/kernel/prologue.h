@@ -9,8 +9,7 @@
 //   channels  factors 2^(sum of whole blocks' totals), a channel at a time
 //   factors   diagonal blocks of Akk and Aqk, decayed keys for later blocks, what the walk needs of q, k
 //   scores    Akk and Aqk below the diagonal; inverse of the diagonal blocks of I + Akk
-//   values    v, before it is needed
-//   solve     block forward substitution; each wave solves for some columns of (w, u)
+//   solve     the blocks of the inverse below the diagonal, by substitution; a wave for each block column
 //
 // Exponents. G is the decay in log2 units, summed from the chunk's start. No factor 2^G is ever
 // divided by another over a whole chunk: block I uses G just before its own first row as anchor, so
@@ -43,8 +42,6 @@ struct Prologue {
   using Layout = Blob<Tiles, K, C>;
   static constexpr bool kWide = Policy::kSecond, kNarrow = Policy::kNarrow;
   static constexpr int KT = K / kTile, NT = C / kTile, kPairs = NT * (NT - 1) / 2;
-  // Columns of w or u that a wave solves for together, for registers are there and latencies long.
-  static constexpr int kColumns = Tiles::kSkipsEmptyBlocks ? 1 : 2;
   static constexpr int kSome = kPairs ? kPairs : 1;  // an array of none is not C++
 
   // left(i) is kept times 2^kShift: over 16 rows at the bound it falls to 2^-115, where small channels
@@ -62,7 +59,6 @@ struct Prologue {
     alignas(64) float bridge[kSome][K];  // of (row block, earlier block): 2^(totals between)
     alignas(64) float beta[C];
     alignas(64) Storage keys[kSome][KT][kTileElements];  // right operands, bridge included
-    alignas(64) Storage rhs[NT][KT][kTileElements];           // (k 2^G)^T
     alignas(64) Storage lower[kSome][kTileElements];     // right operands of -Akk without beta
     alignas(64) Storage inverse[NT][kTileElements];  // right operands (I + Akk_II)^-1 diag(beta)
   };
@@ -72,7 +68,7 @@ struct Prologue {
     Acc rest[Unbounded ? KT : 1];  // G_end - G; a bounded gate does without
     typename Tiles::template Left<Decay> left_q[KT], left_k[KT];
     Acc akk, aqk;                  // diagonal block
-    typename Tiles::Raw v[kColumns][NT];
+    typename Tiles::template Left<Bounded> inverse_t;  // (I + Akk_II)^-1 diag(beta), transposed
     RowVec beta;
     float unit;                    // log2 of a unit of `sum`
     int32_t beyond;                // first token that a narrow policy does not hold
@@ -237,8 +233,8 @@ struct Prologue {
 
       Tiles::apply(x, Multiply{}, k, e);
       w.left_k[t] = Tiles::template left<Decay>(x);
-      Tiles::apply(x, Multiply{}, x, before);
-      Tiles::template store_acc_t<Bounded>(s.rhs[block][t], x);
+      Tiles::apply(x, [](float a, float f) { return a * -f; }, x, before);
+      Tiles::store_blob(blob, Layout::kd(block, t), Tiles::template right<Decay>(x));
       Tiles::apply(x, [](float a, float f, float e) { return a * f * e; }, w.x.q[t], w.x.q_factor, e);
       w.left_q[t] = Tiles::template left<Decay>(x);
       Tiles::apply(x, Multiply{}, x, before);
@@ -274,7 +270,8 @@ struct Prologue {
   }
 
   // ---- scores --------------------------------------------------------------------------------
-  static KDA_FN void scores(int block, Wave& w, Shared& s, Storage* blob) {
+  // `first`: the chunk's first token.
+  static KDA_FN void scores(int block, int first, Wave& w, Shared& s, Storage* blob) {
     for (int col = 0; col < block; ++col) {
       auto key = [&](int t) -> decltype(auto) {
         return Tiles::template load_right<Decay>(s.keys[pair(block, col)][t]);
@@ -294,7 +291,12 @@ struct Prologue {
     Tiles::store_blob(blob, Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
     Acc inverse = Tiles::unit_lower_inverse(w.akk);
     Tiles::apply(inverse, Multiply{}, inverse, Tiles::load_cols(s.beta + block * kTile));
-    Tiles::store(s.inverse[block], Tiles::template right<Bounded>(inverse));
+    if constexpr (kNarrow)
+      Tiles::template first_beyond<true>(w.beyond, inverse, kLargest, first + block * kTile);
+    const auto right = Tiles::template right_clamped<Bounded>(inverse);
+    Tiles::store(s.inverse[block], right);
+    Tiles::store_blob(blob, Layout::inverse(block, block), right);
+    w.inverse_t = Tiles::template left_t<Bounded>(inverse);
   }
 
   // Rows of a row block that hold tokens.

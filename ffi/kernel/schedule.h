@@ -23,9 +23,8 @@ struct Schedule {
   const Problem& p;
   int64_t slab_first, slab_last;  // chunks whose blobs are in the workspace
 
-  static constexpr int64_t blob_bytes(int V) { return Layout::bytes(V); }
   static int64_t blobs_bytes(const Problem& p) {
-    return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * blob_bytes(p.V);
+    return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * Layout::kBytes;
   }
   static int64_t workspace_bytes(const Problem& p) {
     return blobs_bytes(p) + (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0) +
@@ -69,10 +68,10 @@ struct Schedule {
   }
   KDA_FN Storage* blob(int64_t chunk, int64_t head) const {
     return reinterpret_cast<Storage*>(static_cast<char*>(p.workspace) +
-                                      ((chunk - slab_first) * p.H + head) * blob_bytes(p.V));
+                                      ((chunk - slab_first) * p.H + head) * Layout::kBytes);
   }
   KDA_FN float* decay(int64_t chunk, int64_t head) const {
-    return reinterpret_cast<float*>(blob(chunk, head) + Layout::elements(p.V));
+    return reinterpret_cast<float*>(blob(chunk, head) + Layout::kElements);
   }
   KDA_FN int32_t* beyond(int64_t chunk, int64_t head) const {
     return reinterpret_cast<int32_t*>(decay(chunk, head) + K);
@@ -82,7 +81,7 @@ struct Schedule {
   }
   KDA_FN GroupSlots slots() const {
     const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
-    char* base = static_cast<char*>(p.workspace) + chunks * p.H * blob_bytes(p.V);
+    char* base = static_cast<char*>(p.workspace) + chunks * p.H * Layout::kBytes;
     return {reinterpret_cast<float*>(base), p.H, p.groups, K, p.V};
   }
 
@@ -112,10 +111,9 @@ struct Schedule {
     for (int64_t c = first; c < last; ++c) {
       const ChunkRow chunk = chunk_row(c);
       for (int slice = from; slice < to; ++slice) {
-        const Storage* operands = blob(c, head);
         states(slice).writes_from = writes_from(chunk.sequence, head, slice);
-        W::step(p, chunk, head, slice, states(slice), operands, operands + Layout::u(slice, 0),
-                decay(c, head), beyond(c, head));
+        W::step(p, chunk, head, slice, states(slice), blob(c, head), decay(c, head),
+                beyond(c, head));
         save_checkpoint(states(slice), chunk, head, slice);
       }
     }
@@ -175,7 +173,7 @@ struct Schedule {
         W::zero_state(state);
       }
       for (int64_t c = range.first; c < range.last; ++c)
-        W::transfer(chunk_row(c), identity, slice, state, blob(c, head), decay(c, head),
+        W::transfer(p, chunk_row(c), head, slice, identity, state, blob(c, head), decay(c, head),
                     beyond(c, head));
       // What was met here spoils the groups behind this one, and nothing before.
       if (state.beyond != kNone && range.first < range.last) {

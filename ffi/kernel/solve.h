@@ -1,4 +1,4 @@
-// The end of stage 1: block forward substitution, (I + Akk) X = diag(beta) rhs for the columns of w and u.
+// The end of stage 1: block forward substitution for the inverse of I + Akk, times diag(beta).
 #pragma once
 
 #include "prologue.h"
@@ -6,93 +6,46 @@
 namespace kda {
 inline namespace KDA_ISA {
 
-// `P`: the prologue whose scores are solved with.
+// `P`: the prologue whose scores are solved with. X_JJ is known; below it
+//   X_IJ = -(I + Akk_II)^-1 diag(beta_I) (L_IJ X_JJ + ... + L_I,I-1 X_I-1,J),   Akk = diag(beta) L
+// with L negated in memory. Transposed, an accumulator is the next product's left operand as it stands.
 template <class P>
 struct Solve {
   using Tiles = typename P::Tiles;
   using Acc = typename P::Acc;
   using Storage = typename P::Storage;
-  using Decay = typename P::Decay;
   using Bounded = typename P::Bounded;
   using Layout = typename P::Layout;
-  using Shared = typename P::Shared;
-  using Wave = typename P::Wave;
-  static constexpr int KT = P::KT, NT = P::NT, kColumns = P::kColumns;
+  static constexpr int NT = P::NT;
 
-  // The tiles of v that a wave solves for first, or with `first` others, on their way early.
-  static KDA_FN void values(const Problem& p, const ChunkRow& chunk, int head, int first, int blocks,
-                            Wave& w) {
-    const int64_t stride = int64_t(p.H) * p.V, row = row_offset(chunk.first, head, p.H, p.V);
-    KDA_UNROLL
-    for (int n = 0; n < kColumns; ++n)
-      KDA_UNROLL
-      for (int i = 0; i < blocks; ++i) {
-        const int column = first + n * blocks;
-        const int valid = column < p.V / kTile ? P::valid_rows(chunk, i) : 0;
-        w.v[n][i] = Tiles::load_raw(p.v, row + i * kTile * stride + column * kTile, stride, valid);
-      }
-  }
-
-  // (I + Akk) X = diag(beta) rhs for kColumns times sixteen columns, transposed: the accumulator X^T is the
-  // next product's left operand as it stands. `rhs(i, n)` and `result(i, n, X)`: row block i, column block n.
-  template <class Rhs, class Check, class Result>
-  static KDA_FN void substitute(int blocks, Shared& s, Rhs rhs, Check check, Result result) {
-    typename Tiles::template Left<Bounded> x[kColumns][NT];
+  // Block column `wave`.
+  static KDA_FN void solve(const ChunkRow& chunk, int wave, typename P::Wave& w,
+                           typename P::Shared& s, Storage* blob, int32_t* beyond) {
+    const int blocks = active_blocks<Tiles, NT>(chunk);
+    typename Tiles::template Left<Bounded> x[NT];
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
+      if (i == wave) x[i] = w.inverse_t;
+      if (i <= wave) continue;
+      Acc sum, solved;
+      Tiles::zero(sum), Tiles::zero(solved);
       KDA_UNROLL
-      for (int n = 0; n < kColumns; ++n) {
-        Acc sum = rhs(i, n), solved;
-        Tiles::mma(sum, i, [&](int j) -> decltype(auto) { return (x[n][j]); },
-                   [&](int j) -> decltype(auto) {
-                     return Tiles::template load_right<Bounded>(s.lower[P::pair(i, j)]);
-                   });
-        check(i, sum);
-        const auto left = Tiles::template left_clamped<Bounded>(sum);
-        auto&& inverse = Tiles::template load_right<Bounded>(s.inverse[i]);
-        Tiles::zero(solved);
-        accumulate<Tiles>(solved, left, inverse);
-        x[n][i] = Tiles::template left<Bounded>(solved);
-        result(i, n, solved);
-      }
-    }
-  }
-
-  static KDA_FN void solve(const Problem& p, const ChunkRow& chunk, int head, int wave, Wave& w,
-                           Shared& s, Storage* blob, int32_t* beyond) {
-    const int blocks = active_blocks<Tiles, NT>(chunk), columns = p.V / kTile;
-    KDA_LOOP
-    for (int first = wave; first < columns; first += kColumns * blocks) {
-      substitute(
-          blocks, s, [&](int i, int n) { return Tiles::transposed(w.v[n][i]); },
-          [&](int i, const Acc& sum) {
-            if constexpr (P::kNarrow)
-              Tiles::first_beyond(w.beyond, sum, kLargest, chunk.first + i * kTile);
-          },
-          [&](int i, int n, Acc& x) {
-            const int column = first + n * blocks;
-            if (column < columns) Tiles::template store_acc<Bounded>(blob + Layout::u(column, i), x);
-          });
-      const int next = first + kColumns * blocks;
-      if (next < columns) values(p, chunk, head, next, blocks, w);
-    }
-    KDA_LOOP
-    for (int first = wave; first < KT; first += kColumns * blocks) {
-      substitute(
-          blocks, s,
-          [&](int i, int n) {
-            const int column = first + n * blocks;
-            return Tiles::template load_acc<Bounded>(s.rhs[i][column < KT ? column : 0]);
-          },
-          [](int, const Acc&) {},
-          [&](int i, int n, Acc& x) {
-            const int column = first + n * blocks;
-            if (column >= KT) return;
-            Tiles::apply(x, [](float a) { return -a; }, x);
-            Tiles::store_blob(blob, Layout::w(i, column), Tiles::template right_t<Decay>(x));
-          });
+      for (int j = 0; j < i; ++j)
+        if (j >= wave)
+          accumulate<Tiles>(sum, x[j], Tiles::template load_right<Bounded>(s.lower[P::pair(i, j)]));
+      check(w.beyond, sum, chunk.first + i * kTile);
+      accumulate<Tiles>(solved, Tiles::template left_clamped<Bounded>(sum),
+                        Tiles::template load_right<Bounded>(s.inverse[i]));
+      check(w.beyond, solved, chunk.first + i * kTile);
+      x[i] = Tiles::template left_clamped<Bounded>(solved);
+      Tiles::store_blob(blob, Layout::inverse(i, wave), Tiles::template right_t<Bounded>(solved));
     }
     if constexpr (P::kNarrow) beyond[wave] = Tiles::wave_min(w.beyond);
+  }
+
+ private:
+  static KDA_FN void check(int32_t& beyond, const Acc& a, int first) {
+    if constexpr (P::kNarrow) Tiles::first_beyond(beyond, a, kLargest, first);
   }
 };
 

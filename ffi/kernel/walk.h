@@ -4,12 +4,13 @@
 // layout: packed, the accumulator is the left operand of one product and the right operand of the
 // other. For a chunk (kernel/workspace.h names the operands):
 //
-//   v'^T = u^T + S (-w)^T          S as left operand
-//   o    = scale (qg S^T + Aqk v')        the same registers as right operand
+//   r^T  = v^T + S (-kd)^T                S as left operand
+//   v'^T = r^T inverse^T                  what the tokens add to the state
+//   o    = scale (qg S^T + Aqk v')        the same registers of S as right operand
 //   S    = S diag(2^G_last) + v'^T kg
 //
 // With groups (group_scan.h) the same body also carries the group's transfer matrix: identity rows
-// instead of state rows, u = 0, no output.
+// instead of state rows, v = 0, no output.
 #pragma once
 
 #include "ops.h"
@@ -31,7 +32,7 @@ struct Walk {
 
   struct State {
     Acc s[KT];
-    int32_t beyond;       // the first token whose v' a narrow policy does not hold
+    int32_t beyond;       // the first token whose r or v' a narrow policy does not hold
     int32_t writes_from;  // the first token whose results are written
   };
   using StateOperands = typename Tiles::template Left<Decay>[KT];
@@ -75,13 +76,18 @@ struct Walk {
       Tiles::set_identity2(state.s[t], state.s[t + 1], (slice - t) * kTile);
   }
 
-  // The four products of a step, a tile at a time. The operands of the state and of v' are arrays; `w`, `qg`,
-  // `aqk`, `kg` give an operand tile of the chunk by its contracted index.
+  // The five products of a step, a tile at a time. The operands of the state, of r and of v' are arrays; `kd`,
+  // `inverse`, `qg`, `aqk`, `kg` give an operand tile of the chunk by its contracted index.
   //
-  // v'^T of a token tile; `d` starts as u.
-  template <class Operands, class W>
-  static KDA_FN void delta(Acc& d, const Operands& s, W w) {
-    Tiles::mma(d, KT, [&](int t) -> decltype(auto) { return (s[t]); }, w);
+  // r^T of a token tile, which starts as v^T; v'^T of one from the `tiles` tiles of r up to it.
+  template <class Operands, class D>
+  static KDA_FN void residual(Acc& r, const Operands& s, D kd) {
+    Tiles::mma(r, KT, [&](int t) -> decltype(auto) { return (s[t]); }, kd);
+  }
+  template <class Operands, class I>
+  static KDA_FN void delta(Acc& d, const Operands& r, int tiles, I inverse) {
+    Tiles::zero(d);
+    Tiles::mma(d, tiles, [&](int j) -> decltype(auto) { return (r[j]); }, inverse);
   }
   // o of a token tile without its scale: what the state gives, and what the chunk itself adds.
   template <class Operands, class Q>
@@ -112,30 +118,52 @@ struct Walk {
                  rows < kTile ? rows : kTile);
   }
 
-  // Notices what the operands do not hold, in v' of the token tile that begins at `first`, and before it.
-  static KDA_FN void watch(int32_t& beyond, const Acc& d, int32_t from_prologue, int first) {
-    if constexpr (Policy::kNarrow) {
-      if (from_prologue < beyond) beyond = from_prologue;
-      Tiles::first_beyond(beyond, d, kLargest, first);
-    }
+  // Notices what the operands do not hold: in r or v' of the token tile that begins at `first`, and before.
+  static KDA_FN void watch(int32_t& beyond, const Acc& d, int first) {
+    if constexpr (Policy::kNarrow) Tiles::first_beyond(beyond, d, kLargest, first);
   }
-  // `u` null: the homogeneous part alone.
-  static KDA_FN void deltas(State& state, int first, const Storage* blob, const Storage* u,
+  static KDA_FN void watch_prologue(int32_t& beyond, int32_t from_prologue) {
+    if constexpr (Policy::kNarrow)
+      if (from_prologue < beyond) beyond = from_prologue;
+  }
+  // v of a token tile, as the caller gave it.
+  static KDA_FN typename Tiles::Raw values(const Problem& p, const ChunkRow& chunk, int head,
+                                           int slice, int i) {
+    const int rows = chunk.valid - i * kTile, first = chunk.first + i * kTile;
+    return Tiles::load_raw(p.v, row_offset(first, head, p.H, p.V) + slice * kTile,
+                           int64_t(p.H) * p.V, rows < 0 ? 0 : rows < kTile ? rows : kTile);
+  }
+  // `homogeneous`: as for v = 0.
+  static KDA_FN void deltas(const Problem& p, const ChunkRow& chunk, int head, int slice,
+                            bool homogeneous, State& state, const Storage* blob,
                             const int32_t* beyond, int blocks, Acc (&d)[NT]) {
     StateOperands s;
+    typename Tiles::Raw v[NT];
+    typename Tiles::template Left<Bounded> r[NT];
+    if (!homogeneous) {
+      KDA_UNROLL
+      for (int i = 0; i < blocks; ++i) v[i] = values(p, chunk, head, slice, i);
+    }
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template left<Decay>(state.s[t]);
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      if (u) {
-        d[i] = Tiles::template load_acc<Bounded>(u + i * kTileElements);
+      Acc x;
+      if (homogeneous) {
+        Tiles::zero(x);
       } else {
-        Tiles::zero(d[i]);
+        x = Tiles::transposed(v[i]);
       }
-      delta(d[i], s, [&](int t) -> decltype(auto) {
-        return Tiles::template load_blob_right<Decay>(blob, Layout::w(i, t));
+      residual(x, s, [&](int t) -> decltype(auto) {
+        return Tiles::template load_blob_right<Decay>(blob, Layout::kd(i, t));
       });
-      watch(state.beyond, d[i], beyond[i], first + i * kTile);
+      watch_prologue(state.beyond, beyond[i]);
+      watch(state.beyond, x, chunk.first + i * kTile);
+      r[i] = Tiles::template left_clamped<Bounded>(x);
+      delta(d[i], r, i + 1, [&](int j) -> decltype(auto) {
+        return Tiles::template load_blob_right<Bounded>(blob, Layout::inverse(i, j));
+      });
+      watch(state.beyond, d[i], chunk.first + i * kTile);
     }
   }
   static KDA_FN void outputs(const Problem& p, const ChunkRow& chunk, int head, int slice,
@@ -173,23 +201,22 @@ struct Walk {
     }
   }
 
-  // One chunk for rows 16 slice.. of V, outputs included. `u`: the slice's tiles of u.
+  // One chunk for rows 16 slice.. of V, outputs included.
   static KDA_FN void step(const Problem& p, const ChunkRow& chunk, int head, int slice, State& state,
-                          const Storage* blob, const Storage* u, const float* decay,
-                          const int32_t* beyond) {
+                          const Storage* blob, const float* decay, const int32_t* beyond) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
     Acc d[NT];
-    deltas(state, chunk.first, blob, u, beyond, blocks, d);
+    deltas(p, chunk, head, slice, false, state, blob, beyond, blocks, d);
     outputs(p, chunk, head, slice, state, blob, blocks, d);
     advance_all(state, blob, decay, blocks, d);
   }
   // The same without outputs: a group's contribution to later groups (`identity`: its matrix).
-  static KDA_FN void transfer(const ChunkRow& chunk, bool identity, int slice, State& state,
-                       const Storage* blob, const float* decay, const int32_t* beyond) {
+  static KDA_FN void transfer(const Problem& p, const ChunkRow& chunk, int head, int slice,
+                              bool identity, State& state, const Storage* blob, const float* decay,
+                              const int32_t* beyond) {
     const int blocks = active_blocks<Tiles, NT>(chunk);
     Acc d[NT];
-    deltas(state, chunk.first, blob, identity ? nullptr : blob + Layout::u(slice, 0), beyond,
-           blocks, d);
+    deltas(p, chunk, head, slice, identity, state, blob, beyond, blocks, d);
     advance_all(state, blob, decay, blocks, d);
   }
 };

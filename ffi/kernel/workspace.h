@@ -1,15 +1,15 @@
 // What the prologue leaves for the walk: one contiguous blob for each (chunk, head).
 //
 // Every tile lies in the order in which the walk reads it (the tile layer's business). Sections, in
-// elements of the tile layer's 16-bit or float32 storage, NT = C/16, KT = K/16, VT = V/16:
+// elements of the tile layer's 16-bit or float32 storage, NT = C/16, KT = K/16:
 //
-//   w    NT x KT  right operands  -T (beta k 2^G)            rows: token,  contraction: K
-//   qg   NT x KT  left operands   q 2^G                      rows: token,  contraction: K
-//   kg   KT x NT  right operands  (k 2^(G_last - G))^T       rows: K,      contraction: token
-//   aqk  NT(NT+1)/2 left operands masked q k^T, lower tiles  rows: token,  contraction: token
-//   u    VT x NT  accumulators    (T (beta v))^T             rows: V,      columns: token
-//   decay KT      float32 column vectors 2^G_last
-//   beyond        int32, for each 16 tokens: the first one whose values a narrow policy does not hold, or kNone
+//   kd      NT x KT     right operands  -k 2^G                     rows: token,  contraction: K
+//   qg      NT x KT     left operands   q 2^G                      rows: token,  contraction: K
+//   kg      KT x NT     right operands  (k 2^(G_last - G))^T       rows: K,      contraction: token
+//   aqk     NT(NT+1)/2  left operands   masked q k^T, lower tiles  rows: token,  contraction: token
+//   inverse NT(NT+1)/2  right operands  (I + Akk)^-1 diag(beta)    rows: token,  contraction: token
+//   decay   KT          float32 column vectors 2^G_last
+//   beyond  int32, for each 16 tokens: the first one whose values a narrow policy does not hold, or kNone
 #pragma once
 
 #include <cstdint>
@@ -35,27 +35,31 @@ struct Blob {
   static constexpr int KT = K / kTile, NT = C / kTile;
   static constexpr int kMatrix = NT * KT * kTileElements;
 
-  static constexpr TileAt w(int token, int channel) { return at(0, NT, KT, token, channel); }
+  static constexpr TileAt kd(int token, int channel) { return at(0, NT, KT, token, channel); }
   static constexpr TileAt qg(int token, int channel) { return at(kMatrix, NT, KT, token, channel); }
   static constexpr TileAt kg(int channel, int token) {
     return at(2 * kMatrix, KT, NT, channel, token);
   }
-  static constexpr TileAt aqk(int row, int col) {
-    if (!Tiles::kSplitHalves) return {kAqk + (row * (row + 1) / 2 + col) * kTileElements, 0};
-    const int before = col * NT - col * (col - 1) / 2;  // tiles in the columns left of this one
-    return {kAqk + before * kTileElements + (row - col) * kTileElements / 2,
-            (NT - col) * kTileElements / 2};
+  static constexpr TileAt aqk(int row, int col) { return lower(3 * kMatrix, row, col); }
+  static constexpr TileAt inverse(int row, int col) {
+    return lower(3 * kMatrix + kTriangle, row, col);
   }
-  static constexpr int u(int value, int token) { return kU + (value * NT + token) * kTileElements; }
   // Elements before the decay, which is float32 whatever the storage type is.
-  static constexpr int elements(int V) { return u(V / kTile, 0); }
-  static constexpr int64_t bytes(int V) {
-    return elements(V) * int64_t(sizeof(typename Tiles::Storage)) + kTailBytes;
-  }
+  static constexpr int kTriangle = NT * (NT + 1) / 2 * kTileElements;
+  static constexpr int kElements = 3 * kMatrix + 2 * kTriangle;
   static constexpr int kTailBytes = K * int(sizeof(float)) + kBeyondBytes;  // decay and beyond
+  static constexpr int64_t kBytes =
+      kElements * int64_t(sizeof(typename Tiles::Storage)) + kTailBytes;
 
  private:
-  static constexpr int kAqk = 3 * kMatrix, kU = kAqk + NT * (NT + 1) / 2 * kTileElements;
+  // Tile (row, col), col <= row, of a lower triangle of tiles; with split halves the rows of one half column
+  // follow each other, as below.
+  static constexpr TileAt lower(int base, int row, int col) {
+    if (!Tiles::kSplitHalves) return {base + (row * (row + 1) / 2 + col) * kTileElements, 0};
+    const int before = col * NT - col * (col - 1) / 2;  // tiles in the columns left of this one
+    return {base + before * kTileElements + (row - col) * kTileElements / 2,
+            (NT - col) * kTileElements / 2};
+  }
 
   // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
   // step follow each other, sixteen bytes each, so that a matrix unit can read them all.
