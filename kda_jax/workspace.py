@@ -31,13 +31,13 @@ def workspace(
     """The workspace of a call on "cpu", "cuda" or "rocm".
 
     A chunk of one head leaves kd, qg and kg ``[C, K]`` and the lower 16 x 16 tiles of Aqk and of
-    the inverse ``[C, C]`` in the target's operand type, the decay ``[K]`` in float32 and 128 bytes
+    the inverse ``[C, C]`` (CUDA: with every second tile above the diagonal) in the target's operand type, the decay ``[K]`` in float32 and 128 bytes
     of flags (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]``
     (ffi/kernel/group_scan.h). The last bytes are the status of the call (ffi/kernel/schedule.h).
     """
     C, capacity = metadata.chunk_size, metadata.capacity
     tiles = C // _TILE
-    elements = 3 * C * K + tiles * (tiles + 1) * _TILE * _TILE
+    elements = 3 * C * K + tiles * (tiles + (2 if platform == "cuda" else 1)) * _TILE * _TILE
     chunk = H * (elements * _ELEMENT_BYTES[platform] + 4 * K + 128)
     status = -(-4 * (1 + capacity.sequences * H * (V // _TILE)) // 128) * 128
     if groups > 1:

@@ -71,8 +71,22 @@ struct GpuDriver {
   static constexpr bool kSplits = K / C >= 2;  // a warp owns a pair of channel tiles
   template <int Stages>
   using SplitMemory = SplitWalkMemory<Staged, K, C, Stages>;
-  template <int Groups>
-  using HopperMemory = HopperWalkMemory<Staged, K, C, Groups, 3>;
+  static constexpr bool kHopper = C == 64;
+  // N rows of V in a block, and as many chunks ahead as fit beside them.
+  static constexpr int hopper_stages(int n) { return n < 64 ? 3 : 2; }
+  template <int N>
+  using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
+  template <int N>
+  static hipError_t hopper_walk(const Problem& p, hipStream_t stream, int first, int last) {
+    return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
+                  p.N * p.H * (p.V / N), 1, kHopperThreads, sizeof(HopperMemory<N>), stream,
+                  Problem(p), first, last);
+  }
+  template <int N>
+  static hipError_t allow_hopper() {
+    return allow(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
+                 sizeof(HopperMemory<N>));
+  }
 
   using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
   static constexpr bool kStages = K == 128 && C == 64 && !Unbounded;
@@ -103,35 +117,41 @@ struct GpuDriver {
       if (device.shared_bytes >= int(sizeof(SplitMemory<2>)))
         KDA_TRY(allow(split_walk_kernel<Staged, Policy, K, C, 2>, sizeof(SplitMemory<2>)));
     }
-    if (device.wgmma) {
-      KDA_TRY(allow(hopper_walk_kernel<Staged, Policy, K, C, 1, 3>, sizeof(HopperMemory<1>)));
-      KDA_TRY(allow(hopper_walk_kernel<Staged, Policy, K, C, 2, 3>, sizeof(HopperMemory<2>)));
+    if constexpr (kHopper) {
+      if (device.wgmma) {
+        KDA_TRY(allow_hopper<16>());
+        KDA_TRY(allow_hopper<32>());
+        KDA_TRY(allow_hopper<64>());
+        KDA_TRY(allow_hopper<128>());
+      }
     }
     return "";
   }
 
-  // Few slices: two sets of warps for each, so that a step is short. Many: as many rows of V in a block as
-  // still fill the chip, since its operands are brought once for all of them.
+  // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
+  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them.
   static hipError_t walk(const Problem& p, hipStream_t stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
-    const bool groups = device.wgmma && p.V % 64 == 0;
-    if constexpr (kSplits) {
-      const bool fits3 = device.shared_bytes >= int(sizeof(SplitMemory<3>));
-      const bool fits2 = device.shared_bytes >= int(sizeof(SplitMemory<2>));
-      if ((fits3 || fits2) && (slices <= sms || !groups)) {
-        return fits3 ? launch(split_walk_kernel<Staged, Policy, K, C, 3>, slices, 1, C * 4,
-                              sizeof(SplitMemory<3>), stream, Problem(p), first, last)
-                     : launch(split_walk_kernel<Staged, Policy, K, C, 2>, slices, 1, C * 4,
-                              sizeof(SplitMemory<2>), stream, Problem(p), first, last);
+    if constexpr (kHopper) {
+      if (device.wgmma) {
+        int width = 16;
+        for (int n = 32; n <= 128; n *= 2)
+          if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
+        return width == 16   ? hopper_walk<16>(p, stream, first, last)
+               : width == 32 ? hopper_walk<32>(p, stream, first, last)
+               : width == 64 ? hopper_walk<64>(p, stream, first, last)
+                             : hopper_walk<128>(p, stream, first, last);
       }
     }
-    if (groups && (p.V % 128 || heads * (p.V / 64) <= sms))
-      return launch(hopper_walk_kernel<Staged, Policy, K, C, 1, 3>, heads * (p.V / 64), 1, 128,
-                    sizeof(HopperMemory<1>), stream, Problem(p), first, last);
-    if (groups)
-      return launch(hopper_walk_kernel<Staged, Policy, K, C, 2, 3>, heads * (p.V / 128), 1, 256,
-                    sizeof(HopperMemory<2>), stream, Problem(p), first, last);
+    if constexpr (kSplits) {
+      if (device.shared_bytes >= int(sizeof(SplitMemory<3>)))
+        return launch(split_walk_kernel<Staged, Policy, K, C, 3>, slices, 1, C * 4,
+                      sizeof(SplitMemory<3>), stream, Problem(p), first, last);
+      if (device.shared_bytes >= int(sizeof(SplitMemory<2>)))
+        return launch(split_walk_kernel<Staged, Policy, K, C, 2>, slices, 1, C * 4,
+                      sizeof(SplitMemory<2>), stream, Problem(p), first, last);
+    }
     return simple_walk<Policy>(p, stream, slices, first, last);
   }
 #else

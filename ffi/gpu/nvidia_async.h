@@ -30,6 +30,10 @@ struct Barrier {  // in shared memory; sm_90
   KDA_FN void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
   }
+  KDA_FN void arrive_after_copies() {  // once this thread's cp.async are done
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&word))
+                 : "memory");
+  }
   KDA_FN void wait(int parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
@@ -48,27 +52,21 @@ struct Barrier {  // in shared memory; sm_90
   }
 };
 
-// A chunk's operands in shared memory, for `Slices` neighbouring slices of V.
-template <class Tiles, int K, int C, int Slices>
+// A chunk's operands in shared memory.
+template <class Tiles, int K, int C>
 struct WalkStage {
   using Storage = typename Tiles::Storage;
   using Layout = Blob<Tiles, K, C>;
-  static constexpr int kSliceElements = C / kTile * kTileElements;
-  alignas(128) Storage operands[Layout::u(0, 0)];
-  alignas(128) Storage u[Slices * kSliceElements];
-  alignas(128) float decay[K];
+  alignas(128) Storage operands[Layout::kElements];
+  float decay[K];
   int32_t beyond[kBeyondBytes / 4];
   alignas(16) ChunkRow row;
-  static constexpr int kBytes = int(sizeof(Storage)) * (Layout::u(0, 0) + Slices * kSliceElements) +
-                                Layout::kTailBytes + int(sizeof(ChunkRow));
+  static constexpr int kBytes = int(Layout::kBytes) + int(sizeof(ChunkRow));
 
   // copy(to, from, bytes) for all of it.
   template <class S, class Copy>
-  KDA_FN void fetch(const S& s, int64_t chunk, int head, int slice, Copy copy) {
-    const Storage* blob = s.blob(chunk, head);
-    copy(operands, blob, int(sizeof operands));
-    copy(u, blob + Layout::u(slice, 0), int(sizeof u));
-    copy(decay, s.decay(chunk, head), Layout::kTailBytes);
+  KDA_FN void fetch(const S& s, int64_t chunk, int head, Copy copy) {
+    copy(operands, s.blob(chunk, head), int(Layout::kBytes));  // and what follows
     copy(&row, reinterpret_cast<const ChunkRow*>(s.p.chunks) + chunk, int(sizeof row));
   }
 };
@@ -106,11 +104,11 @@ struct Ring {
     __syncthreads();
   }
   template <class S>
-  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head, int slice) {
+  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head) {
     if (n >= count || threadIdx.x != blockDim.x / 2) return;
     Barrier& b = full[n % Stages];
     b.expect(Stage::kBytes);
-    stage[n % Stages].fetch(s, first + n, head, slice, [&](void* to, const void* from, int bytes) {
+    stage[n % Stages].fetch(s, first + n, head, [&](void* to, const void* from, int bytes) {
       b.copy(to, from, bytes);
     });
   }
@@ -118,8 +116,8 @@ struct Ring {
 #else
   KDA_FN void init() {}
   template <class S>
-  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head, int slice) {
-    if (n < count) stage[n % Stages].fetch(s, first + n, head, slice, CopyByAll{});
+  KDA_FN void fetch(int n, int count, const S& s, int64_t first, int head) {
+    if (n < count) stage[n % Stages].fetch(s, first + n, head, CopyByAll{});
     CopyByAll::commit();
   }
   KDA_FN void wait(int) {

@@ -99,6 +99,11 @@ struct NvidiaLanes {
     }
     return r;
   }
+  static KDA_FN uint32_t pack_clamped(float lo, float hi) {  // to fp16; what is beyond becomes the largest
+    uint32_t r;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+  }
   template <class Op>
   static KDA_FN float unpack(uint32_t r, int half) {
     if constexpr (std::is_same_v<Op, BF16>) {

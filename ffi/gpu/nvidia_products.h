@@ -31,15 +31,14 @@ struct NvidiaProducts : NvidiaLanes {
   // The same with values beyond fp16 kept finite, since 0 times infinity would reach other rows; NaN stays.
   template <class Op>
   static KDA_FN Left<Op> left_clamped(const Acc& a) {
-    Left<Op> o = left<Op>(a);
     if constexpr (std::is_same_v<Op, F16>) {
+      Operand<Op> o;
       KDA_UNROLL
-      for (int i = 0; i < 4; ++i)
-        asm("{min.NaN.f16x2 %0, %0, %1;\n\tmax.NaN.f16x2 %0, %0, %2;}"
-            : "+r"(o.r[i])
-            : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+      for (int i = 0; i < 4; ++i) o.r[i] = pack_clamped(a.x[2 * i], a.x[2 * i + 1]);
+      return o;
+    } else {
+      return left<Op>(a);
     }
-    return o;
   }
   template <class Op>
   static KDA_FN Right<Op> right_clamped(const Acc& a) {

@@ -1,5 +1,5 @@
-// The walk of one slice by two sets of warps, for calls with few slices: one carries the recurrence, the other
-// makes the outputs. Each warp of a set has 16 tokens; between the two halves of a step v' and the state go
+// The walk of one slice by two sets of warps, where there is no wgmma: one carries the recurrence, the other
+// makes the outputs. Each warp of a set has 16 tokens; between the parts of a step r, v' and the state go
 // through shared memory, where the recurrence's warps own some channels of the state each.
 #pragma once
 
@@ -11,8 +11,9 @@ inline namespace KDA_ISA {
 
 template <class Tiles, int K, int C, int Stages>
 struct SplitWalkMemory {
-  Ring<WalkStage<Tiles, K, C, 1>, Stages> ring;
+  Ring<WalkStage<Tiles, K, C>, Stages> ring;
   alignas(128) typename Tiles::Storage state[K / kTile][kTileElements];  // left operands
+  alignas(128) typename Tiles::Storage residual[C / kTile][kTileElements];  // r, likewise
   alignas(128) typename Tiles::Storage delta[C / kTile][kTileElements];  // v', likewise
 };
 
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   if (count <= 0) return;
 
   m.ring.init();
-  for (int n = 0; n < Stages; ++n) m.ring.fetch(n, count, s, first, head, slice);
+  for (int n = 0; n < Stages; ++n) m.ring.fetch(n, count, s, first, head);
 
   const int wave = wave_index<Tiles>(), part = wave % NT, tile = part * kOwn;
   const bool recurrence = wave < NT;
@@ -66,20 +67,21 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     publish();
   }
 
-  // What a step takes from its stage is in registers before the barrier behind which it is used: w or qg and u
-  // for the first half, kg or Aqk for the second.
+  // What a step takes from its stage is in registers before the barrier behind which it is used: kd or qg and v
+  // first, then the inverse, kg or Aqk.
   using Halves = typename Tiles::template Left<Decay>;
   using Others = typename Tiles::template Left<Bounded>;
   Halves ahead[KT];
-  Acc u, x;  // x: v' or o
+  typename Tiles::Raw values;
+  Acc x;  // r and v', or o
   auto load_ahead = [&](int n) {
     m.ring.wait(n);
     const auto& stage = m.ring[n];
+    if (recurrence) values = W::values(p, stage.row, head, slice, part);
     KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       ahead[t] = Tiles::template load_blob<Decay>(
-          stage.operands, recurrence ? Layout::w(part, t) : Layout::qg(part, t));
-    if (recurrence) u = Tiles::template load_acc<Bounded>(stage.u + part * kTileElements);
+          stage.operands, recurrence ? Layout::kd(part, t) : Layout::qg(part, t));
   };
   load_ahead(0);
   __syncthreads();
@@ -90,11 +92,20 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
     auto operand = [&](int t) -> decltype(auto) { return (ahead[t]); };
-    Others second[kOwn * NT > NT ? kOwn * NT : NT];
+    Others triangle[NT], second[kOwn * NT];
+    KDA_UNROLL
+    for (int j = 0; j < NT; ++j) {
+      Tiles::zero(triangle[j]);
+      if (j <= part)
+        triangle[j] = Tiles::template load_blob<Bounded>(
+            stage.operands, recurrence ? Layout::inverse(part, j) : Layout::aqk(part, j));
+    }
     int32_t from_prologue = kNone;
     if (recurrence) {
-      x = u;
-      W::delta(x, state, operand);
+      x = Tiles::transposed(values);
+      W::residual(x, state, operand);
+      W::watch(beyond, x, chunk.first + part * kTile);
+      Tiles::store(m.residual[part], Tiles::template left_clamped<Bounded>(x));
       KDA_UNROLL
       for (int j = 0; j < kOwn; ++j) {  // while the product is on its way
         W::decay_tile(own[j], stage.decay, tile + j);
@@ -104,18 +115,17 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
               Tiles::template load_blob<Bounded>(stage.operands, Layout::kg(tile + j, i));
       }
       from_prologue = stage.beyond[part];
+      asm volatile("bar.sync 1, %0;" ::"r"(NT * Tiles::kWave) : "memory");
+      Others r[NT];
+      KDA_UNROLL
+      for (int j = 0; j < NT; ++j) r[j] = Tiles::template load_left<Bounded>(m.residual[j]);
+      W::delta(x, r, NT, [&](int j) -> decltype(auto) { return (triangle[j]); });
       Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
     } else {
       W::output_of_state(x, state, operand);
-      KDA_UNROLL
-      for (int j = 0; j < NT; ++j) {
-        Tiles::zero(second[j]);
-        if (j <= part)
-          second[j] = Tiles::template load_blob<Bounded>(stage.operands, Layout::aqk(part, j));
-      }
     }
     __syncthreads();
-    m.ring.fetch(n + Stages, count, s, first, head, slice);  // nobody needs this stage any more
+    m.ring.fetch(n + Stages, count, s, first, head);  // nobody needs this stage any more
     Others v[NT];
     KDA_UNROLL
     for (int i = 0; i < NT; ++i) v[i] = Tiles::template load_left<Bounded>(m.delta[i]);
@@ -125,10 +135,11 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
         W::add_tile(own[j], v, NT, [&](int i) -> decltype(auto) { return (second[j * NT + i]); });
       if (n + 1 < count) load_ahead(n + 1);
       publish();
-      W::watch(beyond, x, from_prologue, chunk.first + part * kTile);
+      W::watch_prologue(beyond, from_prologue);
+      W::watch(beyond, x, chunk.first + part * kTile);
       if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
     } else {
-      W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (second[j]); });
+      W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (triangle[j]); });
       if (n + 1 < count) load_ahead(n + 1);
       W::store_output(p, chunk, head, slice, part, 0, x);
     }

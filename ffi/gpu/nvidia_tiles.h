@@ -21,6 +21,7 @@ struct NvidiaTiles : NvidiaProducts {
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr bool kLoops = true;  // kernels.h
   static constexpr bool kSplitHalves = true;
+  using IoType = Io;
   using Raw = Operand<Io>;
 
   // ---- native-order memory -----------------------------------------------------------------------
@@ -43,26 +44,27 @@ struct NvidiaTiles : NvidiaProducts {
   }
 
   // ---- the walk's operands -----------------------------------------------------------------------
-  // A tile is four 8 x 8 matrices of 128 bytes, a row after the other: what ldmatrix and wgmma read.
+  // A tile is four 8 x 8 matrices of 128 bytes: what ldmatrix and wgmma read.
   template <class Op>
   static KDA_FN void store_blob(Storage* p, TileAt at, const Operand<Op>& a) {
     auto* low = reinterpret_cast<uint32_t*>(p + at.offset) + lane();
     auto* high = low + at.half / 2;
-    low[0] = a.r[0], low[32] = a.r[1], high[0] = a.r[2], high[32] = a.r[3];
+    const int rows = at.rows / 2;
+    low[0] = a.r[0], low[rows] = a.r[1], high[0] = a.r[2], high[rows] = a.r[3];
   }
   template <class Op>
   static KDA_FN Operand<Op> load_blob(const Storage* p, TileAt at) {
     Operand<Op> a;
     if constexpr (Staged) {
       const int l = lane();
-      p += at.offset + (l >> 4) * at.half + (l & 15) * 8;
+      p += at.offset + (l >> 4) * at.half + (l >> 3 & 1) * at.rows + (l & 7) * 8;
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(a.r[0]), "=r"(a.r[1]), "=r"(a.r[2]), "=r"(a.r[3])
                    : "r"(unsigned(__cvta_generic_to_shared(p))));
     } else {
       const auto* low = reinterpret_cast<const uint32_t*>(p + at.offset) + lane();
       const auto* high = low + at.half / 2;
-      a = {{low[0], low[32], high[0], high[32]}};
+      a = {{low[0], low[at.rows / 2], high[0], high[at.rows / 2]}};
     }
     return a;
   }

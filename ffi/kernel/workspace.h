@@ -20,11 +20,11 @@
 
 namespace kda {
 
-// Where an operand's tile lies: its first element, and how far behind it the last eight of the sixteen
-// contracted columns begin. Only layers with kSplitHalves keep the two halves apart.
+// Where an operand's tile lies: its first element, and how far behind it the last eight of the sixteen contracted
+// columns and the last eight rows begin. Only layers with kSplitHalves have tiles as four 8 x 8 matrices.
 struct TileAt {
   int64_t offset;
-  int half;
+  int half, rows;
 };
 
 constexpr int kBeyondBytes = 128;  // keeps blobs at multiples of 128 bytes
@@ -40,33 +40,36 @@ struct Blob {
   static constexpr TileAt kg(int channel, int token) {
     return at(2 * kMatrix, KT, NT, channel, token);
   }
-  static constexpr TileAt aqk(int row, int col) { return lower(3 * kMatrix, row, col); }
-  static constexpr TileAt inverse(int row, int col) {
-    return lower(3 * kMatrix + kTriangle, row, col);
-  }
+  static constexpr TileAt aqk(int row, int col) { return lower(0, row, col); }
+  static constexpr TileAt inverse(int row, int col) { return lower(1, row, col); }
+  // Two columns of a triangle are a block of whole rows: beside its second tile on the diagonal are zeros.
+  static constexpr bool kBlocks = Tiles::kSplitHalves;
+  static constexpr int kTriangle = (kBlocks ? NT * (NT + 2) / 2 : NT * (NT + 1) / 2) * kTileElements;
   // Elements before the decay, which is float32 whatever the storage type is.
-  static constexpr int kTriangle = NT * (NT + 1) / 2 * kTileElements;
   static constexpr int kElements = 3 * kMatrix + 2 * kTriangle;
   static constexpr int kTailBytes = K * int(sizeof(float)) + kBeyondBytes;  // decay and beyond
   static constexpr int64_t kBytes =
       kElements * int64_t(sizeof(typename Tiles::Storage)) + kTailBytes;
 
  private:
-  // Tile (row, col), col <= row, of a lower triangle of tiles; with split halves the rows of one half column
-  // follow each other, as below.
-  static constexpr TileAt lower(int base, int row, int col) {
-    if (!Tiles::kSplitHalves) return {base + (row * (row + 1) / 2 + col) * kTileElements, 0};
-    const int before = col * NT - col * (col - 1) / 2;  // tiles in the columns left of this one
-    return {base + before * kTileElements + (row - col) * kTileElements / 2,
-            (NT - col) * kTileElements / 2};
+  // Tile (row, col), col <= row, of one of the two lower triangles of tiles. In blocks: the first block of both,
+  // then the second; eight rows of a block have their four matrices side by side.
+  static constexpr TileAt lower(int which, int row, int col) {
+    const int base = 3 * kMatrix;
+    if (!kBlocks)
+      return {base + which * kTriangle + (row * (row + 1) / 2 + col) * kTileElements, 0, 0};
+    const int block = col / 2, rows = NT - 2 * block;
+    return {base + (block ? 4 * NT : 0) * kTileElements + 2 * which * rows * kTileElements +
+                2 * (row - 2 * block) * kTileElements + col % 2 * (kTileElements / 2),
+            kTileElements / 4, kTileElements};
   }
 
   // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
   // step follow each other, sixteen bytes each, so that a matrix unit can read them all.
   static constexpr TileAt at(int base, int rows, int steps, int row, int step) {
-    if (!Tiles::kSplitHalves) return {base + (int64_t(row) * steps + step) * kTileElements, 0};
+    if (!Tiles::kSplitHalves) return {base + (int64_t(row) * steps + step) * kTileElements, 0, 0};
     return {base + int64_t(step) * rows * kTileElements + int64_t(row) * (kTileElements / 2),
-            rows * kTileElements / 2};
+            rows * kTileElements / 2, kTileElements / 4};
   }
 };
 
