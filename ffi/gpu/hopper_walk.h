@@ -104,7 +104,7 @@ struct HopperWalkMemory {
   RightMatrices<K, N> state;
   RightMatrices<C, N> residual, delta;
   Barrier full[Stages], empty[Stages];
-  Barrier state_ready, state_read, delta_ready, delta_read;
+  Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
 };
 
 // Where the registers of a product of 64 rows are: register 4 j + 2 i + e of lane 4 g + t has row g + 8 i of the
@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   if (count <= 0) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Stages; ++i) m.full[i].init(1 + 128), m.empty[i].init(8);
-    m.state_ready.init(4), m.state_read.init(4), m.delta_ready.init(4), m.delta_read.init(4);
+    m.state_ready.init(4), m.state_read.init(4), m.residual_done.init(4);
+    m.delta_ready.init(4), m.delta_read.init(4);
     Barrier::fence_init();
   }
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
@@ -195,6 +196,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       if (n + Stages < count) next = s.chunk_row(first + n + Stages);
       m.full[n % Stages].wait(n / Stages & 1);
       m.state_ready.wait(n & 1);
+      m.residual_done.wait(n & 1);  // the state's product goes first: it is waited for
       wgmma::fence();
       KDA_UNROLL
       for (int t = 0; t < KT; ++t)
@@ -330,6 +332,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
     const int32_t from_prologue = stage.beyond[warp];
     wgmma::wait<0>(x);
+    signal(m.residual_done);
     publish_narrow(m.residual, chunk);
     warpgroup_barrier();
     wgmma::fence();
