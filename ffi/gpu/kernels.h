@@ -70,21 +70,23 @@ KDA_FN void clear_status(const S& s) {
     s.status()[i] = 0;
 }
 
-// The roles of one (chunk, head), one wave for each 16 tokens; `loaded` runs when the inputs are in registers.
-template <class P, class S, class Inputs, class Loaded>
+// The roles of one (chunk, head), one wave for each 16 tokens. `had_inputs` runs when nobody reads q and k any more,
+// `had_keys` when nobody reads g and `shared.keys`.
+template <class P, class S, class Inputs, class A, class B>
 KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, int wave,
-                        const Inputs& inputs, typename P::Shared& shared, Loaded loaded) {
+                        const Inputs& inputs, typename P::Shared& shared, A had_inputs, B had_keys) {
   auto* blob = s.blob(chunk, head);
   typename P::Wave w;
   P::load(s.p, row, head, wave, inputs, w, shared);
   __syncthreads();
-  loaded();
   P::channels(wave, P::NT, shared, s.decay(chunk, head));
   __syncthreads();
-  P::factors(wave, P::NT, w, shared, blob);
+  P::factors(wave, P::NT, inputs, w, shared, blob);
   __syncthreads();
+  had_inputs();
   P::scores(wave, row.first, w, shared, blob);
   __syncthreads();
+  had_keys();
   Solve<P>::solve(row, wave, w, shared, blob, s.beyond(chunk, head));
 }
 
@@ -117,7 +119,8 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
     const ChunkRow row = s.chunk_row(chunk);
     if (row.sequence < 0) return;  // padding, and all that follows
     if (s.has_to(row.sequence, head)) {
-      prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {});
+      prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {},
+                     [] {});
       if (loops<Tiles, Policy>) __syncthreads();
     }
     i += gridDim.x;

@@ -8,71 +8,82 @@
 namespace kda {
 inline namespace KDA_ISA {
 
-// q, k and g of a (chunk, head). Rows lie without padding; in every other pair of rows the two halves of 128
-// bytes change places, so that the eight rows of a load do not meet in the same banks.
+// A row of q, k or g is 256 bytes without padding; in every other pair of rows the two halves change places, so that
+// the eight rows of a load do not meet in the same banks.
 template <class Tiles, int K, int C>
 struct InputStage {
   static constexpr int kPieces = K / 8;  // of 16 bytes, in a row
-  alignas(128) uint16_t x[3][C][K];
+  using Rows = uint16_t[C][K];
 
   static KDA_FN int place(int row, int piece) { return (piece ^ (row << 1 & 4)) * 8; }
 
-  // By all threads of a block; rows without a token become zeros.
-  KDA_FN void fetch(const Problem& p, const ChunkRow& chunk, int head) {
-    const int piece = int(threadIdx.x) % kPieces, first = int(threadIdx.x) / kPieces;
-    const int step = int(blockDim.x) / kPieces;
-    const int64_t stride = int64_t(p.H) * K;
-    const int64_t at = row_offset(chunk.first + first, head, p.H, K) + piece * 8;
-    const void* const sources[3] = {p.q.data, p.k.data, p.g.data};
-    KDA_UNROLL
-    for (int a = 0; a < 3; ++a) {
-      const auto* from = static_cast<const uint16_t*>(sources[a]) + at;
+  // What a thread copies of each array: every fourth piece of some rows; those without a token become zeros.
+  struct Copies {
+    static constexpr int kThreads = C / kTile * Tiles::kWave, kStep = kThreads / 4, kRows = C / kStep;
+    int64_t from[kRows];  // elements
+    int bytes[kRows];
+    int to[2];  // for even and odd steps of four pieces
+
+    KDA_FN Copies(const Problem& p, const ChunkRow& chunk, int head) {
+      const int piece = int(threadIdx.x) & 3, row = int(threadIdx.x) >> 2;
       KDA_UNROLL
-      for (int i = 0; i < C * kPieces / (C / kTile * Tiles::kWave); ++i) {
-        const int row = first + i * step;
-        copy16(&x[a][row][place(row, piece)], row < chunk.valid ? from : sources[a],
-               row < chunk.valid);
-        from += step * stride;
+      for (int i = 0; i < kRows; ++i) {
+        const bool valid = row + i * kStep < chunk.valid;
+        bytes[i] = valid ? 16 : 0;
+        from[i] = valid ? row_offset(chunk.first + row + i * kStep, head, p.H, K) + 8 * piece : 0;
+      }
+      to[0] = row * K + place(row, piece), to[1] = row * K + place(row, piece + 4) - 32;
+    }
+    KDA_FN void fetch(Rows& rows, const Tensor& x) const {
+      KDA_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const auto* source = static_cast<const uint16_t*>(x.data) + from[i];
+        KDA_UNROLL
+        for (int j = 0; j < kPieces / 4; ++j)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                           shared_address(&rows[i * kStep][to[j & 1] + 32 * j])),
+                       "l"(source + 32 * j), "r"(bytes[i])
+                       : "memory");
       }
     }
-    CopyByAll::commit();
-  }
-  static KDA_FN void copy16(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-  }
+  };
+  static_assert(Copies::kStep % 4 == 0, "rows so far apart change places alike");
 
-  struct Block {  // a row block of it
-    const InputStage& stage;
+  struct Block {  // a row block
+    static constexpr bool kAgain = true;
+    const Rows &q_rows, &k_rows, &g_rows;
     int block;
     using Raw = typename Tiles::Raw;
-    KDA_FN void load(Raw& a, Raw& b, int which, int t) const {
+    KDA_FN void load(Raw& a, Raw& b, const Rows& x, int t) const {
       KDA_UNROLL
       for (int i = 0; i < 2; ++i) {
         const int row = block * kTile + Tiles::token_row(2 * i);
-        const uint4 v = *reinterpret_cast<const uint4*>(
-            &stage.x[which][row][place(row, t * 2 + Tiles::quarter())]);
+        const uint4 v =
+            *reinterpret_cast<const uint4*>(&x[row][place(row, t * 2 + Tiles::quarter())]);
         a.r[i] = v.x, a.r[i + 2] = v.y, b.r[i] = v.z, b.r[i + 2] = v.w;
       }
     }
-    KDA_FN void q(Raw& a, Raw& b, int t) const { load(a, b, 0, t); }
-    KDA_FN void k(Raw& a, Raw& b, int t) const { load(a, b, 1, t); }
+    KDA_FN void q(Raw& a, Raw& b, int t) const { load(a, b, q_rows, t); }
+    KDA_FN void k(Raw& a, Raw& b, int t) const { load(a, b, k_rows, t); }
     KDA_FN void g(typename Tiles::Acc& a, typename Tiles::Acc& b, int t) const {
       Raw x, y;
-      load(x, y, 2, t);
+      load(x, y, g_rows, t);
       Tiles::widen(a, x), Tiles::widen(b, y);
     }
   };
 };
 
-// On a multiprocessor. Three fit with the gates alone in shared memory and 168 registers, and are slower.
-constexpr int kPrologueBlocks = 2;
+constexpr int kPrologueBlocks = 3;  // on a multiprocessor
 
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 struct StagedPrologueMemory {
-  typename Prologue<Tiles, Policy, K, C, Unbounded>::Shared shared;
-  InputStage<Tiles, K, C> inputs;
+  using Rows = typename InputStage<Tiles, K, C>::Rows;
+  using Shared = typename Prologue<Tiles, Policy, K, C, Unbounded>::Shared;
+  Shared shared;
+  alignas(128) Rows q, k;
+  // g is where the decayed keys will be.
+  KDA_FN Rows& g() { return reinterpret_cast<Rows&>(shared.keys); }
+  static_assert(sizeof(Rows) <= sizeof(Shared::keys), "");
 };
 
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
@@ -89,17 +100,29 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   if (task >= tasks) return;
   ChunkRow row = s.chunk_row(slab_first + task / p.H);
   if (row.sequence < 0) return;  // padding, and all that follows
-  m.inputs.fetch(p, row, task % p.H);
+  {
+    const typename Stage::Copies copies(p, row, task % p.H);
+    copies.fetch(m.q, p.q), copies.fetch(m.k, p.k), copies.fetch(m.g(), p.g);
+  }
   while (true) {
     const int next = task + gridDim.x;
     ChunkRow next_row{-1, 0, 0, -1};
     if (next < tasks) next_row = s.chunk_row(slab_first + next / p.H);
+    CopyByAll::commit();
     CopyByAll::wait<0>();
     __syncthreads();
-    prologue_of<P>(s, row, slab_first + task / p.H, task % p.H, wave,
-                   typename Stage::Block{m.inputs, wave}, m.shared, [&] {
-                     if (next_row.sequence >= 0) m.inputs.fetch(p, next_row, next % p.H);
-                   });
+    prologue_of<P>(
+        s, row, slab_first + task / p.H, task % p.H, wave,
+        typename Stage::Block{m.q, m.k, m.g(), wave}, m.shared,
+        [&] {
+          if (next_row.sequence < 0) return;
+          const typename Stage::Copies copies(p, next_row, next % p.H);
+          copies.fetch(m.q, p.q), copies.fetch(m.k, p.k);
+        },
+        [&] {
+          if (next_row.sequence >= 0)
+            typename Stage::Copies(p, next_row, next % p.H).fetch(m.g(), p.g);
+        });
     if (next_row.sequence < 0) break;
     task = next, row = next_row;
   }

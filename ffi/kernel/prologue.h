@@ -78,8 +78,10 @@ struct Prologue {
   static KDA_FN int pair(int row, int col) { return row * (row - 1) / 2 + col; }
 
   // ---- load ----------------------------------------------------------------------------------
-  // Where q, k and g of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1.
+  // Where q, k and g of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
+  // near enough to be read again for the factors, instead of kept in registers.
   struct Direct {
+    static constexpr bool kAgain = false;
     const Problem& p;
     int64_t row, stride;
     int valid;
@@ -111,11 +113,6 @@ struct Prologue {
       in.k(w.x.k[t], w.x.k[t + 1], t);
     }
     w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
-    if (p.gate != Gate::kActivated)
-      Tiles::apply(w.beta, [](float x) { return sigmoid<Tiles>(x); }, w.beta);
-    // A padded row is an exact no-op: its gate is 0 (not softplus(dt_bias)), its beta 0.
-    Tiles::mask_rows(w.beta, valid);
-    Tiles::store_rows(s.beta + block * kTile, w.beta);
     gates(p, head, valid, w);
 
     w.beyond = kNone;
@@ -127,6 +124,11 @@ struct Prologue {
       KDA_UNROLL
       for (int t = 0; t < KT; ++t) Tiles::cumsum_rows(w.sum[t]);
     }
+    if (p.gate != Gate::kActivated)
+      Tiles::apply(w.beta, [](float x) { return sigmoid<Tiles>(x); }, w.beta);
+    // A padded row is an exact no-op: its gate is 0 (not softplus(dt_bias)), its beta 0.
+    Tiles::mask_rows(w.beta, valid);
+    Tiles::store_rows(s.beta + block * kTile, w.beta);
     const float unit = w.unit;
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
@@ -217,7 +219,9 @@ struct Prologue {
   }
 
   // ---- factors -------------------------------------------------------------------------------
-  static KDA_FN void factors(int block, int blocks, Wave& w, Shared& s, Storage* blob) {
+  template <class Inputs>
+  static KDA_FN void factors(int block, int blocks, const Inputs& in, Wave& w, Shared& s,
+                             Storage* blob) {
     if constexpr (!Unbounded) {
       Tiles::zero(w.akk);
       Tiles::zero(w.aqk);
@@ -226,6 +230,8 @@ struct Prologue {
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) {
       const int at = t * kTile;
+      if constexpr (Inputs::kAgain)
+        if (t % 2 == 0) in.q(w.x.q[t], w.x.q[t + 1], t), in.k(w.x.k[t], w.x.k[t + 1], t);
       const ColVec before = Tiles::load_cols(s.before[block] + at);
       Acc x, e, k;
       Tiles::apply(e, [=](float g) { return Tiles::exp2(unit * g + kShift); }, w.sum[t]);
