@@ -36,12 +36,26 @@ std::string failure(hipError_t error, const char* what, const char* file, int li
   if (hipError_t error = (call); error != hipSuccess) \
   return failure(error, #call, __FILE__, __LINE__)
 
+// XLA's stream during a call. From the second launch on a kernel need not wait for the whole one before it
+// (after_previous in kernels.h); the first has to, since it follows a kernel that knows nothing of this.
+struct Stream {
+  hipStream_t stream;
+  bool overlaps;
+  bool first = true;
+};
+
 template <class... Args>
-hipError_t launch(void (*kernel)(Args...), int64_t blocks, int y, int threads, size_t shared,
-                  hipStream_t stream, Args... args) {
+hipError_t launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t shared,
+                  Stream& stream, Args... args) {
   void* pointers[] = {&args...};
-  return hipLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(blocks), unsigned(y)),
-                         dim3(unsigned(threads)), pointers, shared, stream);
+  const auto* f = reinterpret_cast<const void*>(kernel);
+  const dim3 grid{unsigned(blocks)}, block{unsigned(threads)};
+  const bool early = stream.overlaps && !stream.first;
+  stream.first = false;
+#if defined(__CUDACC__)
+  if (early) return launch_early(f, grid, block, pointers, shared, stream.stream);
+#endif
+  return hipLaunchKernel(f, grid, block, pointers, shared, stream.stream);
 }
 
 // What the choice of a walk depends on.
@@ -50,6 +64,7 @@ struct Device {
   int shared_bytes = 0;  // that a block may have
   int all_shared_bytes = 0;  // of a multiprocessor
   bool wgmma = false;
+  bool overlaps = false;  // kernels that say so
 };
 
 template <int K, int C, bool Unbounded>
@@ -77,9 +92,9 @@ struct GpuDriver {
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
   template <int N>
-  static hipError_t hopper_walk(const Problem& p, hipStream_t stream, int first, int last) {
+  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last) {
     return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
-                  p.N * p.H * (p.V / N), 1, kHopperThreads, sizeof(HopperMemory<N>), stream,
+                  p.N * p.H * (p.V / N), kHopperThreads, sizeof(HopperMemory<N>), stream,
                   Problem(p), first, last);
   }
   template <int N>
@@ -96,13 +111,13 @@ struct GpuDriver {
            size_t(device.all_shared_bytes) >= kPrologueBlocks * (sizeof(StagedMemory) + kReserved);
   }
 
-  static hipError_t prologue(const Problem& p, hipStream_t stream, const Device& device, int first,
+  static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
                              int last) {
     const int64_t tasks = int64_t(last - first) * p.H, resident = kPrologueBlocks * device.multiprocessors;
     if constexpr (kStages)
       if (stages(p, device))
         return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,
-                      tasks < resident ? tasks : resident, 1, kThreads, sizeof(StagedMemory), stream,
+                      tasks < resident ? tasks : resident, kThreads, sizeof(StagedMemory), stream,
                       Problem(p), first, last);
     return direct_prologue<P>(p, stream, tasks, first, last);
   }
@@ -130,7 +145,7 @@ struct GpuDriver {
 
   // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
   // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them.
-  static hipError_t walk(const Problem& p, hipStream_t stream, const Device& device, int first,
+  static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
     if constexpr (kHopper) {
@@ -146,37 +161,37 @@ struct GpuDriver {
     }
     if constexpr (kSplits) {
       if (device.shared_bytes >= int(sizeof(SplitMemory<3>)))
-        return launch(split_walk_kernel<Staged, Policy, K, C, 3>, slices, 1, C * 4,
+        return launch(split_walk_kernel<Staged, Policy, K, C, 3>, slices, C * 4,
                       sizeof(SplitMemory<3>), stream, Problem(p), first, last);
       if (device.shared_bytes >= int(sizeof(SplitMemory<2>)))
-        return launch(split_walk_kernel<Staged, Policy, K, C, 2>, slices, 1, C * 4,
+        return launch(split_walk_kernel<Staged, Policy, K, C, 2>, slices, C * 4,
                       sizeof(SplitMemory<2>), stream, Problem(p), first, last);
     }
     return simple_walk<Policy>(p, stream, slices, first, last);
   }
 #else
-  static hipError_t prologue(const Problem& p, hipStream_t stream, const Device&, int first,
+  static hipError_t prologue(const Problem& p, Stream& stream, const Device&, int first,
                              int last) {
     return direct_prologue<P>(p, stream, int64_t(last - first) * p.H, first, last);
   }
   static std::string prepare_walks(const Device&) { return ""; }
-  static hipError_t walk(const Problem& p, hipStream_t stream, const Device&, int first, int last) {
+  static hipError_t walk(const Problem& p, Stream& stream, const Device&, int first, int last) {
     return simple_walk<Policy>(p, stream, p.N * p.H * (p.V / kTile), first, last);
   }
 #endif
   static constexpr int kThreads = C / kTile * T::kWave;
   template <class Prologue>
-  static hipError_t direct_prologue(const Problem& p, hipStream_t stream, int64_t blocks, int first,
+  static hipError_t direct_prologue(const Problem& p, Stream& stream, int64_t blocks, int first,
                                     int last) {
     return launch(Prologue::kWide ? prologue_kernel<T, WidePolicy, K, C, true>
                                   : prologue_kernel<T, Policy, K, C, Unbounded>,
-                  blocks, 1, kThreads, sizeof(typename Prologue::Shared), stream, Problem(p), first,
+                  blocks, kThreads, sizeof(typename Prologue::Shared), stream, Problem(p), first,
                   last);
   }
   template <class Policy>
-  static hipError_t simple_walk(const Problem& p, hipStream_t stream, int64_t waves, int first,
+  static hipError_t simple_walk(const Problem& p, Stream& stream, int64_t waves, int first,
                                 int last) {
-    return launch(walk_kernel<T, Policy, K, C>, (waves + kWalkWaves - 1) / kWalkWaves, 1,
+    return launch(walk_kernel<T, Policy, K, C>, (waves + kWalkWaves - 1) / kWalkWaves,
                   kWalkWaves * T::kWave, 0, stream, Problem(p), first, last);
   }
 
@@ -198,6 +213,7 @@ struct GpuDriver {
       KDA_TRY(hipDeviceGetAttribute(&d.shared_bytes, hipDeviceAttributeSharedMemPerBlockOptin, id));
       KDA_TRY(hipDeviceGetAttribute(&d.all_shared_bytes,
                                     hipDeviceAttributeMaxSharedMemoryPerMultiprocessor, id));
+      d.overlaps = major >= 9;
 #endif
 #if defined(KDA_SM90A)
       d.wgmma = major == 9 && minor == 0;
@@ -213,9 +229,10 @@ struct GpuDriver {
 
   static constexpr int64_t kFillBlocks = 64;
 
-  static std::string run(const Problem& p, hipStream_t stream) {
+  static std::string run(const Problem& p, hipStream_t on) {
     Device device;
     if (std::string error = prepare(&device); !error.empty()) return error;
+    Stream stream{on, device.overlaps};
     const int walk_threads = kWalkWaves * T::kWave;
     const int64_t slab = p.groups > 1 || p.NC == 0 ? p.NC : p.slab_chunks;
     auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
@@ -227,12 +244,12 @@ struct GpuDriver {
     if (p.groups > 1 && p.NC > 0) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupFirst>,
-                     waves(heads * between * (slices + K / kTile)), 1, walk_threads, 0, stream,
+                     waves(heads * between * (slices + K / kTile)), walk_threads, 0, stream,
                      Problem(p)));
-      KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupScan>, waves(heads * slices), 1,
+      KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupScan>, waves(heads * slices),
                      walk_threads, 0, stream, Problem(p)));
       KDA_TRY(launch(group_kernel<T, Policy, K, C, kGroupSecond>,
-                     waves(heads * between * slices), 1, walk_threads, 0, stream, Problem(p)));
+                     waves(heads * between * slices), walk_threads, 0, stream, Problem(p)));
     }
     // What no chunk writes, and what fp16 was too narrow for: nearly always nothing.
     const int64_t few = T::kLoops ? 2 * device.multiprocessors : int64_t(1) << 31;

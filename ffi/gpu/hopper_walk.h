@@ -137,6 +137,77 @@ KDA_FN void store_words(uint16_t* to, const uint32_t (&x)[Words]) {
   }
 }
 
+// A warp's part of the state in memory, [V, K] or [K, V]. Of K = 128 it has 32 channels, a lane those that are even
+// or odd among eight; the lane beside it has the others, and the two change them so that each stores four.
+template <int K, int N>
+struct StateAccess {
+  using Lanes = HopperLanes<N>;
+  using State = float[K / 64][N / 2];
+  int64_t value_stride, channel_stride;
+  int first_value, warp;
+
+  template <class S>
+  KDA_FN StateAccess(S strides, int first_value, int warp)
+      : value_stride(strides.value), channel_stride(strides.channel), first_value(first_value), warp(warp) {}
+
+  static KDA_FN float other(float x) { return __shfl_xor_sync(~0u, x, 4); }
+  KDA_FN int channel(int a, int i) const {  // NvidiaTiles::load_state2
+    const int g = Lanes::group(), tile = K == 128 ? 2 * warp + i : warp, half = K == 128 ? a : i;
+    return tile / 2 * 32 + 8 * (g / 2) + 4 * (tile & 1) + (g & 1) + 2 * half;
+  }
+  // A stride that the compiler does not know: what depends on it is computed where it is used, not kept in registers
+  // through the walk.
+  static KDA_FN int64_t hidden(int64_t stride) {
+    asm volatile("" : "+l"(stride));
+    return stride;
+  }
+  // For each value, f(its registers with i = 0, with i = 1, offset of the four channels that this lane stores).
+  template <class F>
+  KDA_FN void for_fours(F f) const {
+    const int g = Lanes::group();
+    const int64_t stride = hidden(value_stride);
+    KDA_UNROLL
+    for (int b = 0; b < Lanes::kBlocks; ++b) {
+      int64_t at = (first_value + Lanes::value(b)) * stride + 32 * warp + 8 * (g / 2) + 4 * (g & 1);
+      KDA_UNROLL
+      for (int c = 0; c < Lanes::kWidth; ++c, at += stride) {
+        f(Lanes::reg(b, c, 0), Lanes::reg(b, c, 1), at);
+        asm volatile("" ::: "memory");  // one at a time: registers
+      }
+    }
+  }
+  template <class F>
+  KDA_FN void for_each(F f) const {
+    const int64_t stride = hidden(value_stride);
+    KDA_UNROLL
+    for (int a = 0; a < K / 64; ++a)
+      KDA_UNROLL
+      for (int i = 0; i < 2; ++i)
+        KDA_UNROLL
+        for (int b = 0; b < Lanes::kBlocks; ++b) {
+          int64_t at = (first_value + Lanes::value(b)) * stride + channel(a, i) * channel_stride;
+          KDA_UNROLL
+          for (int c = 0; c < Lanes::kWidth; ++c, at += stride) f(a, Lanes::reg(b, c, i), at);
+        }
+  }
+  KDA_FN void store(const State& s, float* to) const {
+    if constexpr (K == 128 && N < 128)  // with more values ptxas spills the state over the shuffles
+      if (channel_stride == 1) {
+        const bool odd = Lanes::group() & 1;
+        for_fours([&](int low, int high, int64_t at) {
+          const float x = other(odd ? s[0][low] : s[0][high]), y = other(odd ? s[1][low] : s[1][high]);
+          *reinterpret_cast<float4*>(to + at) = odd ? float4{x, s[0][high], y, s[1][high]}
+                                                    : float4{s[0][low], x, s[1][low], y};
+        });
+        return;
+      }
+    for_each([&](int a, int r, int64_t at) { to[at] = s[a][r]; });
+  }
+  KDA_FN void load(State& s, const float* from) const {  // null: zeros
+    for_each([&](int a, int r, int64_t at) { s[a][r] = from ? from[at] : 0; });
+  }
+};
+
 constexpr int kHopperThreads = 2 * 128;
 
 template <class Tiles, class Policy, int K, int C, int N, int Stages>
@@ -170,6 +241,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   }
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
   wgmma::publish();
+  after_previous();
   __syncthreads();
 
   const int wave = wave_index<Tiles>(), warp = wave % 4, g = Lanes::group();
@@ -244,23 +316,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   auto tile = [&](int i) { return M == 2 ? 2 * warp + i : warp; };
   auto half = [&](int a, int i) { return M == 2 ? a : i; };
   auto place = [&](int a, int i) { return tile(i) * kTile + 8 * half(a, i) + g; };
-  auto channel = [&](int a, int i) {  // Tiles::load_state2
-    return tile(i) / 2 * 32 + 8 * (g / 2) + 4 * (tile(i) & 1) + (g & 1) + 2 * half(a, i);
-  };
-  const typename W::Strides strides = W::strides(p);
-  auto for_state = [&](auto f) {
-    KDA_UNROLL
-    for (int a = 0; a < M; ++a)
-      KDA_UNROLL
-      for (int i = 0; i < 2; ++i)
-        KDA_UNROLL
-        for (int b = 0; b < Lanes::kBlocks; ++b)
-          KDA_UNROLL
-          for (int c = 0; c < Lanes::kWidth; ++c)
-            f(state[a][Lanes::reg(b, c, i)], (first_value + Lanes::value(b) + c) * strides.value +
-                                                 channel(a, i) * strides.channel);
-  };
-  auto save = [&](float* to) { for_state([&](float x, int64_t at) { to[at] = x; }); };
+  const StateAccess<K, N> access{W::strides(p), first_value, warp};
+  auto save = [&](float* to) { access.store(state, to); };
   auto publish_state = [&] {
     KDA_UNROLL
     for (int a = 0; a < M; ++a)
@@ -271,8 +328,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     signal(m.state_ready);
     warpgroup_barrier();
   };
-  const float* from = s.entry(seq, head, range.from_start);
-  for_state([&](float& x, int64_t at) { x = from ? from[at] : 0; });
+  access.load(state, s.entry(seq, head, range.from_start));
   publish_state();
 
   // x starts as v.

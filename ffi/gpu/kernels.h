@@ -26,6 +26,14 @@ KDA_FN int wave_index() {
 #endif
 }
 
+// The kernels of a call follow each other closely (Driver::launch): a block may start while the launch before is at
+// work, and waits here before it reads or writes what that one writes.
+KDA_FN void after_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The one state of a wave that walks a single slice.
 template <class State>
 struct OneState {
@@ -103,6 +111,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& shared = *reinterpret_cast<typename P::Shared*>(memory);
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
+  after_previous();
   if (slab_first == 0) {
     if constexpr (Policy::kSecond) {
       fill(s);
@@ -135,6 +144,7 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
     walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
   using S = Schedule<Tiles, Policy, K, C>;
   const S s{p, slab_first, slab_last};
+  after_previous();
   if (Policy::kSecond && *s.status() == 0) return;
   const int slices = p.V / kTile;
   const int64_t all = p.N * p.H * slices;
@@ -154,6 +164,7 @@ template <class Tiles, class Policy, int K, int C, int Stage>
 __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave) group_kernel(KDA_PARAMETER Problem p) {
   using S = Schedule<Tiles, Policy, K, C>;
   const S s{p, 0, p.NC};
+  after_previous();
   const int slices = p.V / kTile, between = Stage == kGroupScan ? 1 : p.groups - 1;
   const int per_group = Stage == kGroupFirst ? slices + K / kTile : slices;
   const int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>();

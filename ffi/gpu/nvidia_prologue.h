@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& m = *reinterpret_cast<StagedPrologueMemory<Tiles, Policy, K, C, Unbounded>*>(memory);
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
+  after_previous();
   if (slab_first == 0) clear_status(s);
   const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
   int task = blockIdx.x;

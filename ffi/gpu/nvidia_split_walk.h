@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   if (count <= 0) return;
 
   m.ring.init();
+  after_previous();
   for (int n = 0; n < Stages; ++n) m.ring.fetch(n, count, s, first, head);
 
   const int wave = wave_index<Tiles>(), part = wave % NT, tile = part * kOwn;

@@ -30,6 +30,17 @@ inline hipError_t hipLaunchKernel(const void* f, dim3 grid, dim3 block, void** a
                                   hipStream_t stream) {
   return cudaLaunchKernel(f, grid, block, args, shared, stream);
 }
+// sm_90: the blocks may start before the launch ahead of them in the stream is over; the kernel waits for it itself.
+inline hipError_t launch_early(const void* f, dim3 grid, dim3 block, void** args, size_t shared,
+                               hipStream_t stream) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelExC(&config, f, args);
+}
 #else
 #include <hip/hip_runtime.h>
 #endif
