@@ -31,10 +31,15 @@ struct NvidiaLanes {
   struct Operand {
     uint32_t r[4];
   };
+  // The same as right operand: rows 0..7 and their two halves, then rows 8..15, as the instruction takes them.
+  template <class Op>
+  struct RightOperand {
+    uint32_t r[4];
+  };
   template <class Op>  // float32 operands stay accumulators
   using Left = std::conditional_t<std::is_same_v<Op, F32>, Acc, Operand<Op>>;
   template <class Op>
-  using Right = Left<Op>;
+  using Right = std::conditional_t<std::is_same_v<Op, F32>, Acc, RightOperand<Op>>;
   struct RowVec {
     float x[2];
   };
@@ -72,6 +77,10 @@ struct NvidiaLanes {
   }
   template <class Op>
   static KDA_FN void zero(Operand<Op>& a) {
+    a = {{0, 0, 0, 0}};
+  }
+  template <class Op>
+  static KDA_FN void zero(RightOperand<Op>& a) {
     a = {{0, 0, 0, 0}};
   }
   // Two tiles of neighbouring channels: 1 where the channel is row + offset.

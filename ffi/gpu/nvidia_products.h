@@ -25,8 +25,13 @@ struct NvidiaProducts : NvidiaLanes {
     }
   }
   template <class Op>
+  static KDA_FN RightOperand<Op> right_of(const Operand<Op>& a) {
+    return {{a.r[0], a.r[2], a.r[1], a.r[3]}};
+  }
+  static KDA_FN Acc right_of(const Acc& a) { return a; }
+  template <class Op>
   static KDA_FN Right<Op> right(const Acc& a) {
-    return left<Op>(a);
+    return right_of(left<Op>(a));
   }
   // The same with values beyond fp16 kept finite, since 0 times infinity would reach other rows; NaN stays.
   template <class Op>
@@ -42,7 +47,7 @@ struct NvidiaProducts : NvidiaLanes {
   }
   template <class Op>
   static KDA_FN Right<Op> right_clamped(const Acc& a) {
-    return left_clamped<Op>(a);
+    return right_of(left_clamped<Op>(a));
   }
   static KDA_FN uint32_t transpose8(uint32_t r) {
     uint32_t out;
@@ -50,18 +55,20 @@ struct NvidiaProducts : NvidiaLanes {
     return out;
   }
   template <class Op>
-  static KDA_FN Right<Op> right_t(const Acc& a) {
+  static KDA_FN Operand<Op> transpose_operand(const Operand<Op>& a) {
+    return {{transpose8(a.r[0]), transpose8(a.r[2]), transpose8(a.r[1]), transpose8(a.r[3])}};
+  }
+  template <class Op>
+  static KDA_FN Left<Op> left_t(const Acc& a) {
     if constexpr (std::is_same_v<Op, F32>) {
       return a;  // mma_f32 reads its right operand as [contraction][row]
     } else {
-      const Operand<Op> o = left<Op>(a);
-      return Operand<Op>{
-          {transpose8(o.r[0]), transpose8(o.r[2]), transpose8(o.r[1]), transpose8(o.r[3])}};
+      return transpose_operand(left<Op>(a));
     }
   }
   template <class Op>
-  static KDA_FN Left<Op> left_t(const Acc& a) {  // both operands have one layout
-    return right_t<Op>(a);
+  static KDA_FN Right<Op> right_t(const Acc& a) {
+    return right_of(left_t<Op>(a));
   }
   template <class Op>
   static KDA_FN Acc unpack_all(const uint32_t (&r)[4]) {
@@ -72,9 +79,7 @@ struct NvidiaProducts : NvidiaLanes {
   }
   template <class Op>
   static KDA_FN Acc transposed(const Operand<Op>& a) {
-    const uint32_t r[4] = {transpose8(a.r[0]), transpose8(a.r[2]), transpose8(a.r[1]),
-                           transpose8(a.r[3])};
-    return unpack_all<Op>(r);
+    return unpack_all<Op>(transpose_operand(a).r);
   }
 
   template <class Op>
@@ -92,9 +97,9 @@ struct NvidiaProducts : NvidiaLanes {
 #undef KDA_MMA
   }
   template <class Op>
-  static KDA_FN void product(Acc& d, const Operand<Op>& a, const Operand<Op>& b) {
-    mma8<Op>(d.x, a, b.r[0], b.r[2]);
-    mma8<Op>(d.x + 4, a, b.r[1], b.r[3]);
+  static KDA_FN void product(Acc& d, const Operand<Op>& a, const RightOperand<Op>& b) {
+    mma8<Op>(d.x, a, b.r[0], b.r[1]);
+    mma8<Op>(d.x + 4, a, b.r[2], b.r[3]);
   }
   // float32: no tensor core keeps 24 bits, so 16 rank-one updates by shuffles.
   static KDA_FN void product(Acc& d, const Acc& a, const Acc& b) {
@@ -132,7 +137,7 @@ struct NvidiaProducts : NvidiaLanes {
     Acc a;
     zero(a);
     KDA_UNROLL
-    for (int i = 0; i < N; ++i) product(a, x[i], x[i]);
+    for (int i = 0; i < N; ++i) product(a, x[i], right_of(x[i]));
     const int from = (lane() & ~3) + (group() >> 1);
     const bool odd = group() & 1;
     return {{shuffle(odd ? a.x[1] : a.x[0], from), shuffle(odd ? a.x[7] : a.x[6], from)}};

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     KDA_UNROLL
     for (int t = 0; t < KT; ++t)
       ahead[t] = Tiles::template load_blob<Decay>(
-          stage.operands, recurrence ? Layout::kd(part, t) : Layout::qg(part, t));
+          stage.operands, recurrence ? Layout::kd(part, t) : Layout::qg(part, t), recurrence);
   };
   load_ahead(0);
   __syncthreads();
@@ -92,19 +92,19 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     typename W::StateOperands state;
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) state[t] = Tiles::template load_left<Decay>(m.state[t]);
-    auto operand = [&](int t) -> decltype(auto) { return (ahead[t]); };
-    Others triangle[NT], second[kOwn * NT];
+    Others triangle[NT];
+    typename Tiles::template Right<Bounded> second[kOwn * NT];
     KDA_UNROLL
     for (int j = 0; j < NT; ++j) {
       Tiles::zero(triangle[j]);
       if (j <= part)
         triangle[j] = Tiles::template load_blob<Bounded>(
-            stage.operands, recurrence ? Layout::inverse(part, j) : Layout::aqk(part, j));
+            stage.operands, recurrence ? Layout::inverse(part, j) : Layout::aqk(part, j), recurrence);
     }
     int32_t from_prologue = kNone;
     if (recurrence) {
       x = Tiles::transposed(values);
-      W::residual(x, state, operand);
+      W::residual(x, state, [&](int t) { return Tiles::as_right(ahead[t]); });
       W::watch(beyond, x, chunk.first + part * kTile);
       Tiles::store(m.residual[part], Tiles::template left_clamped<Bounded>(x));
       KDA_UNROLL
@@ -113,17 +113,20 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
         KDA_UNROLL
         for (int i = 0; i < NT; ++i)
           second[j * NT + i] =
-              Tiles::template load_blob<Bounded>(stage.operands, Layout::kg(tile + j, i));
+              Tiles::template load_blob_right<Bounded>(stage.operands, Layout::kg(tile + j, i));
       }
       from_prologue = stage.beyond[part];
       asm volatile("bar.sync 1, %0;" ::"r"(NT * Tiles::kWave) : "memory");
       Others r[NT];
       KDA_UNROLL
       for (int j = 0; j < NT; ++j) r[j] = Tiles::template load_left<Bounded>(m.residual[j]);
-      W::delta(x, r, NT, [&](int j) -> decltype(auto) { return (triangle[j]); });
+      W::delta(x, r, NT, [&](int j) { return Tiles::as_right(triangle[j]); });
       Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
     } else {
-      W::output_of_state(x, state, operand);
+      typename Tiles::template Right<Decay> columns[KT];
+      KDA_UNROLL
+      for (int t = 0; t < KT; ++t) columns[t] = Tiles::right_of(state[t]);
+      W::output_of_state(x, columns, [&](int t) -> decltype(auto) { return (ahead[t]); });
     }
     __syncthreads();
     m.ring.fetch(n + Stages, count, s, first, head);  // nobody needs this stage any more
@@ -140,7 +143,10 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
       W::watch(beyond, x, chunk.first + part * kTile);
       if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
     } else {
-      W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (triangle[j]); });
+      typename Tiles::template Right<Bounded> columns[NT];
+      KDA_UNROLL
+      for (int i = 0; i < NT; ++i) columns[i] = Tiles::right_of(v[i]);
+      W::output_of_chunk(x, columns, NT, [&](int j) -> decltype(auto) { return (triangle[j]); });
       if (n + 1 < count) load_ahead(n + 1);
       W::store_output(p, chunk, head, slice, part, 0, x);
     }

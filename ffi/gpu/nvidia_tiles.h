@@ -26,21 +26,21 @@ struct NvidiaTiles : NvidiaProducts {
 
   // ---- native-order memory -----------------------------------------------------------------------
   template <class Op>
-  static KDA_FN Operand<Op> load_operand(const Storage* p) {
+  static KDA_FN Operand<Op> load_left(const Storage* p) {
     const uint4 v = reinterpret_cast<const uint4*>(p)[lane()];
     return {{v.x, v.y, v.z, v.w}};
   }
   template <class Op>
-  static KDA_FN Operand<Op> load_left(const Storage* p) {
-    return load_operand<Op>(p);
-  }
-  template <class Op>
-  static KDA_FN Operand<Op> load_right(const Storage* p) {
-    return load_operand<Op>(p);
+  static KDA_FN RightOperand<Op> load_right(const Storage* p) {
+    return as_right(load_left<Op>(p));
   }
   template <class Op>
   static KDA_FN void store(Storage* p, const Operand<Op>& a) {
     reinterpret_cast<uint4*>(p)[lane()] = make_uint4(a.r[0], a.r[1], a.r[2], a.r[3]);
+  }
+  template <class Op>
+  static KDA_FN void store(Storage* p, const RightOperand<Op>& a) {
+    store(p, Operand<Op>{{a.r[0], a.r[1], a.r[2], a.r[3]}});
   }
 
   // ---- the walk's operands -----------------------------------------------------------------------
@@ -53,28 +53,38 @@ struct NvidiaTiles : NvidiaProducts {
     low[0] = a.r[0], low[rows] = a.r[1], high[0] = a.r[2], high[rows] = a.r[3];
   }
   template <class Op>
-  static KDA_FN Operand<Op> load_blob(const Storage* p, TileAt at) {
+  static KDA_FN void store_blob(Storage* p, TileAt at, const RightOperand<Op>& a) {
+    store_blob(p, at, Operand<Op>{{a.r[0], a.r[2], a.r[1], a.r[3]}});
+  }
+  // `right`: with the registers of a right operand, for as_right.
+  template <class Op>
+  static KDA_FN Operand<Op> load_blob(const Storage* p, TileAt at, bool right) {
+    const int next = right ? at.half : at.rows, last = right ? at.rows : at.half;
     Operand<Op> a;
     if constexpr (Staged) {
       const int l = lane();
-      p += at.offset + (l >> 4) * at.half + (l >> 3 & 1) * at.rows + (l & 7) * 8;
+      p += at.offset + (l >> 4) * last + (l >> 3 & 1) * next + (l & 7) * 8;
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(a.r[0]), "=r"(a.r[1]), "=r"(a.r[2]), "=r"(a.r[3])
                    : "r"(unsigned(__cvta_generic_to_shared(p))));
     } else {
       const auto* low = reinterpret_cast<const uint32_t*>(p + at.offset) + lane();
-      const auto* high = low + at.half / 2;
-      a = {{low[0], low[at.rows / 2], high[0], high[at.rows / 2]}};
+      const auto* high = low + last / 2;
+      a = {{low[0], low[next / 2], high[0], high[next / 2]}};
     }
     return a;
   }
   template <class Op>
-  static KDA_FN Operand<Op> load_blob_left(const Storage* p, TileAt at) {
-    return load_blob<Op>(p, at);
+  static KDA_FN RightOperand<Op> as_right(const Operand<Op>& a) {
+    return {{a.r[0], a.r[1], a.r[2], a.r[3]}};
   }
   template <class Op>
-  static KDA_FN Operand<Op> load_blob_right(const Storage* p, TileAt at) {
-    return load_blob<Op>(p, at);
+  static KDA_FN Operand<Op> load_blob_left(const Storage* p, TileAt at) {
+    return load_blob<Op>(p, at, false);
+  }
+  template <class Op>
+  static KDA_FN RightOperand<Op> load_blob_right(const Storage* p, TileAt at) {
+    return as_right(load_blob<Op>(p, at, true));
   }
 
   // Vectors in shared memory and in the workspace: by place, not by channel or token.
