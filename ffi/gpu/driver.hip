@@ -67,12 +67,6 @@ struct Device {
   bool overlaps = false;  // kernels that say so
 };
 
-// How many chunks a prologue and a walk take at a time, and whether the prologue of the next ones runs beside a walk.
-struct Slabs {
-  int64_t chunks;
-  bool ahead;
-};
-
 template <int K, int C, bool Unbounded>
 struct GpuDriver {
   using T = GpuTiles;
@@ -118,36 +112,14 @@ struct GpuDriver {
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
-                             int last, bool ahead) {
+                             int last) {
     const int64_t tasks = int64_t(last - first) * p.H, resident = kPrologueBlocks * device.multiprocessors;
     if constexpr (kStages)
       if (stages(p, device))
         return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,
                       tasks < resident ? tasks : resident, kThreads, sizeof(StagedMemory), stream,
-                      Problem(p), first, last, ahead);
+                      Problem(p), first, last);
     return direct_prologue<P>(p, stream, tasks, first, last);
-  }
-
-  // Rows of V in a block of the walk on wgmma: as few as one block for each multiprocessor allows, so that a step is
-  // short; with more blocks than that as many rows as there are, since a chunk's operands are brought once for all.
-  static int hopper_width(const Problem& p, const Device& device) {
-    int width = 16;
-    for (int n = 32; n <= 128; n *= 2)
-      if (p.V % n == 0 && p.N * p.H * (p.V / width) > device.multiprocessors) width = n;
-    return width;
-  }
-
-  // Where the walk over a single sequence leaves multiprocessors idle, the prologue of the next slab runs there. The
-  // slabs are as short as the start of a walk, a few microseconds, allows.
-  static Slabs slabs(const Problem& p, const Device& device) {
-    if constexpr (kStages && kHopper)
-      if (device.wgmma && device.overlaps && stages(p, device) && p.N == 1 && p.groups == 1) {
-        const int width = hopper_width(p, device);
-        const int64_t blocks = p.H * (p.V / width), chunks = width < 128 ? 64 : 32;
-        if (blocks <= device.multiprocessors * 7 / 8 && p.NC >= 2 * chunks && p.slab_chunks >= 2 * chunks)
-          return {chunks, true};
-      }
-    return {p.slab_chunks, false};
   }
 
   static std::string prepare_walks(const Device& device) {
@@ -171,12 +143,16 @@ struct GpuDriver {
     return "";
   }
 
+  // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
+  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them.
   static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
-    const int64_t slices = p.N * p.H * (p.V / kTile);
+    const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
     if constexpr (kHopper) {
       if (device.wgmma) {
-        const int width = hopper_width(p, device);
+        int width = 16;
+        for (int n = 32; n <= 128; n *= 2)
+          if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
         return width == 16   ? hopper_walk<16>(p, stream, first, last)
                : width == 32 ? hopper_walk<32>(p, stream, first, last)
                : width == 64 ? hopper_walk<64>(p, stream, first, last)
@@ -194,11 +170,10 @@ struct GpuDriver {
     return simple_walk<Policy>(p, stream, slices, first, last);
   }
 #else
-  static hipError_t prologue(const Problem& p, Stream& stream, const Device&, int first, int last,
-                             bool) {
+  static hipError_t prologue(const Problem& p, Stream& stream, const Device&, int first,
+                             int last) {
     return direct_prologue<P>(p, stream, int64_t(last - first) * p.H, first, last);
   }
-  static Slabs slabs(const Problem& p, const Device&) { return {p.slab_chunks, false}; }
   static std::string prepare_walks(const Device&) { return ""; }
   static hipError_t walk(const Problem& p, Stream& stream, const Device&, int first, int last) {
     return simple_walk<Policy>(p, stream, p.N * p.H * (p.V / kTile), first, last);
@@ -259,17 +234,12 @@ struct GpuDriver {
     if (std::string error = prepare(&device); !error.empty()) return error;
     Stream stream{on, device.overlaps};
     const int walk_threads = kWalkWaves * T::kWave;
-    const Slabs slabs = GpuDriver::slabs(p, device);
+    const int64_t slab = p.groups > 1 || p.NC == 0 ? p.NC : p.slab_chunks;
     auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
-    for (int64_t first = 0, n = 0; first < p.NC; first += slabs.chunks, ++n) {
-      const int64_t last = std::min(first + slabs.chunks, int64_t(p.NC));
-      Problem q = p;
-      if (slabs.ahead && n % 2 == 1) {
-        const int64_t half = slabs.chunks * p.H * S::Layout::kBytes;
-        q.workspace = static_cast<char*>(p.workspace) + half, q.workspace_bytes -= half;
-      }
-      KDA_TRY(prologue(q, stream, device, int(first), int(last), slabs.ahead && n > 0));
-      if (p.groups == 1) KDA_TRY(walk(q, stream, device, int(first), int(last)));
+    for (int64_t first = 0; first < p.NC; first += slab) {
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC;
+      KDA_TRY(prologue(p, stream, device, int(first), int(last)));
+      if (p.groups == 1) KDA_TRY(walk(p, stream, device, int(first), int(last)));
     }
     if (p.groups > 1 && p.NC > 0) {
       const int64_t heads = p.N * p.H, between = p.groups - 1, slices = p.V / kTile;
@@ -283,8 +253,8 @@ struct GpuDriver {
     }
     // What no chunk writes, and what fp16 was too narrow for: nearly always nothing.
     const int64_t few = T::kLoops ? 2 * device.multiprocessors : int64_t(1) << 31;
-    for (int64_t first = 0; first == 0 || first < p.NC; first += p.slab_chunks) {
-      const int64_t last = std::min(first + p.slab_chunks, int64_t(p.NC)), tasks = (last - first) * p.H;
+    for (int64_t first = 0; first == 0 || first < p.NC; first += slab) {
+      const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
       KDA_TRY(direct_prologue<P2>(p, stream, std::min(few, std::max(tasks, kFillBlocks)), int(first),
                                   int(last)));
       if (tasks == 0) break;

@@ -26,22 +26,12 @@ KDA_FN int wave_index() {
 #endif
 }
 
-// The kernels of a call may overlap (`launch` in driver.hip): a block may start once all blocks of the launch before
-// have let it, and waits for the end of that launch before it touches what that one writes.
-KDA_FN void wait_for_previous() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-KDA_FN void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// In this order no more than two launches are ever at work.
+// The kernels of a call follow each other closely (Driver::launch): a block may start while the launch before is at
+// work, and waits here before it reads or writes what that one writes.
 KDA_FN void after_previous() {
-  wait_for_previous();
-  let_next_start();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // The one state of a wave that walks a single slice.

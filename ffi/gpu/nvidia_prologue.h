@@ -88,22 +88,13 @@ struct StagedPrologueMemory {
 
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
-    staged_prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, bool ahead) {
+    staged_prologue_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
   using P = Prologue<Tiles, Policy, K, C, Unbounded>;
   using Stage = InputStage<Tiles, K, C>;
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& m = *reinterpret_cast<StagedPrologueMemory<Tiles, Policy, K, C, Unbounded>*>(memory);
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
-  // `ahead`: beside the walk over the slab before, in memory that nobody else uses. It ends after that walk, so that
-  // whoever waits for the one has waited for both.
-  struct Order {
-    bool ahead;
-    KDA_FN ~Order() {
-      if (ahead) wait_for_previous();
-    }
-  } order{ahead};
-  let_next_start();
-  if (!ahead) wait_for_previous();
+  after_previous();
   if (slab_first == 0) clear_status(s);
   const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
   int task = blockIdx.x;
