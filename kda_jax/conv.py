@@ -13,12 +13,15 @@ change from step to step without a retrace; nothing here reads a device value.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 
 from .metadata import ChunkMetadata
+from .pool import StepPool, around_rows
+from .pool_arguments import bind_rows, bind_step_rows, check_cache
+from .types import StatePool
 
 
 class ConvResult(NamedTuple):
@@ -27,6 +30,13 @@ class ConvResult(NamedTuple):
     y: jax.Array
     final_state: jax.Array
     checkpoint_state: jax.Array
+
+
+class ConvPoolResult(NamedTuple):
+    """y [T, C]; state_cache: the pool after the call, what it does not write as it was."""
+
+    y: jax.Array
+    state_cache: jax.Array
 
 
 def token_positions(metadata: ChunkMetadata, num_rows: int) -> jax.Array:
@@ -43,6 +53,7 @@ def token_positions(metadata: ChunkMetadata, num_rows: int) -> jax.Array:
     return jnp.where(sequence < end.shape[0], rows - start, -1)
 
 
+@overload
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -51,7 +62,33 @@ def causal_conv1d(
     initial_state: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     activation: str | None = "silu",
-) -> ConvResult:
+) -> ConvResult: ...
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    *,
+    has_initial_state: jax.Array | None = None,
+    state_cache: jax.Array,
+    state_indices: Any,
+    checkpoint_state_indices: Any = None,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+) -> ConvPoolResult: ...
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    *,
+    initial_state: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    state_cache: jax.Array | None = None,
+    state_indices: Any = None,
+    checkpoint_state_indices: Any = None,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+) -> ConvResult | ConvPoolResult:
     """Depthwise causal convolution of packed sequences, with states at the end and inside.
 
     Args:
@@ -62,45 +99,125 @@ def causal_conv1d(
       initial_state: [N, C, W-1] in x's dtype, oldest row first. None: zeros.
       has_initial_state: bool [N]; a False row starts from zeros, whatever its state holds. None:
         every row has one if initial_state is given.
+      state_cache: instead of initial_state, a pool of windows [R, C', S] in x's dtype: channels
+        first_channel .. first_channel + C - 1 and columns 0 .. W-2 of a row are its window. Other
+        channels (of other convolutions) and columns (of drafted tokens) stay as they are.
+      state_indices, checkpoint_state_indices: int32 [N] and [M], rows of the pool; what they mean,
+        and how a pool is donated, is said at `kda_jax.chunk_kda_prefill`.
       activation: "silu" or None.
 
     Returns:
       ConvResult. y is accumulated in float32 (float64 for a float64 x). final_state holds the last
       W-1 raw rows of each sequence, checkpoint_state those before each checkpoint's offset, which
       is what final_state would be if the sequence ended there. A sequence shorter than W-1 shifts
-      its old state. Rows of padding are zeros.
+      its old state. Rows of padding are zeros. With state_cache ConvPoolResult.
 
     Raises:
       ValueError: a wrong shape or dtype, naming the argument and what it should be.
     """
     _check(x, weight, metadata, initial_state, has_initial_state, activation)
-    return _convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
+    if state_cache is None and state_indices is None:
+        if checkpoint_state_indices is not None:
+            raise ValueError("checkpoint_state_indices is given without state_cache; pass both")
+        if has_initial_state is not None and initial_state is None:
+            raise ValueError(
+                "has_initial_state is given without initial_state: pass both or neither"
+            )
+        return _convolve(
+            x, weight, metadata, initial_state, has_initial_state, activation=activation
+        )
+    if initial_state is not None:
+        raise ValueError("initial_state and state_cache are both given: want one of them")
+    _check_cache(state_cache, state_indices, x, weight, first_channel)
+    pool = bind_rows(
+        state_cache, state_indices, has_initial_state, checkpoint_state_indices, metadata
+    )
+    return _convolve_in_pool(
+        x, weight, metadata, pool, first_channel=first_channel, activation=activation
+    )
 
 
 def causal_conv1d_step(
-    x: jax.Array, weight: jax.Array, state: jax.Array, *, active: jax.Array | None = None
+    x: jax.Array,
+    weight: jax.Array,
+    state: jax.Array | None = None,
+    *,
+    active: jax.Array | None = None,
+    state_cache: jax.Array | None = None,
+    state_indices: Any = None,
+    has_initial_state: jax.Array | None = None,
+    first_channel: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """`causal_conv1d` with silu for one token of each request.
 
     Args:
       x: [R, C]. weight: [C, W]. state: [R, C, W-1] in x's dtype, oldest row first.
       active: bool [R]; a False row keeps its state (its y means nothing). None: all.
+      state_cache: instead of state, a pool as in `causal_conv1d`, with first_channel.
+      state_indices: int32 [R], the row of each request. Negative: it starts from zeros, and
+        nothing is written.
+      has_initial_state: bool [R], with state_cache only: a False row starts from zeros. None: all
+        have one.
 
     Returns:
-      y [R, C] in x's dtype, and the new state.
+      y [R, C] in x's dtype, and the new state, or the pool after the step.
 
     Raises:
-      ValueError: state does not fit x and weight.
+      ValueError: state or state_cache does not fit x and weight, or both are given.
     """
-    want = (*x.shape, weight.shape[1] - 1)
-    if state.shape != want or state.dtype != x.dtype:
-        raise ValueError(
-            f"state is {state.dtype} {state.shape}, want {x.dtype} {want}: [rows, channels, W - 1]"
-        )
+    if state_cache is None and state_indices is None:
+        if has_initial_state is not None:
+            raise ValueError("has_initial_state is given without state_cache; pass both")
+        want = (*x.shape, weight.shape[1] - 1)
+        if state is None or state.shape != want or state.dtype != x.dtype:
+            have = None if state is None else f"{state.dtype} {state.shape}"
+            raise ValueError(f"state is {have}, want {x.dtype} {want}: [rows, channels, W - 1]")
+        return _step(x, weight, state, active)
+    if state is not None:
+        raise ValueError("state and state_cache are both given: want one of them")
+    _check_cache(state_cache, state_indices, x, weight, first_channel)
+    rows = bind_step_rows(state_cache, state_indices, has_initial_state, active, x.shape[0])
+    return _step_in_pool(x, weight, rows, first_channel=first_channel)
+
+
+def _step(
+    x: jax.Array, weight: jax.Array, state: jax.Array, active: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     window = jnp.concatenate([state, x[..., None]], axis=2)
     y = _weighted_sum([window[..., j] for j in range(weight.shape[1])], weight, "silu")
     after = window[..., 1:]
     return y, after if active is None else jnp.where(active[:, None, None], after, state)
+
+
+@functools.partial(jax.jit, static_argnames=("first_channel",))
+def _step_in_pool(
+    x: jax.Array, weight: jax.Array, pool: StepPool, *, first_channel: int
+) -> tuple[jax.Array, jax.Array]:
+    within = _window_of(x, weight, first_channel)
+    y, after = _step(x, weight, pool.read(*within), None)
+    return y, pool.write(after, *within)
+
+
+@functools.partial(jax.jit, static_argnames=("first_channel", "activation"))
+def _convolve_in_pool(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    pool: StatePool,
+    *,
+    first_channel: int,
+    activation: str | None,
+) -> ConvPoolResult:
+    within = _window_of(x, weight, first_channel)
+
+    def convolve(state: jax.Array, has: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _convolve(x, weight, metadata, state, has, activation=activation)
+
+    return ConvPoolResult(*around_rows(convolve, pool, metadata, *within))
+
+
+def _window_of(x: jax.Array, weight: jax.Array, first_channel: int) -> tuple[slice, slice]:
+    return slice(first_channel, first_channel + x.shape[1]), slice(0, weight.shape[1] - 1)
 
 
 @functools.partial(jax.jit, static_argnames=("activation",))
@@ -247,12 +364,30 @@ def _check(
             )
     if has_initial_state is None:
         return
-    if initial_state is None:
-        raise ValueError("has_initial_state is given without initial_state: pass both or neither")
     if has_initial_state.shape != (sequences,) or has_initial_state.dtype != jnp.bool_:
         raise ValueError(
             f"has_initial_state is {has_initial_state.dtype} {has_initial_state.shape},"
             f" want bool ({sequences},)"
+        )
+
+
+def _check_cache(
+    state_cache: Any, state_indices: Any, x: jax.Array, weight: jax.Array, first_channel: int
+) -> None:
+    check_cache("state_cache", state_cache, "state_indices", state_indices)
+    channels, width = x.shape[1], weight.shape[1]
+    if isinstance(first_channel, bool) or not isinstance(first_channel, int) or first_channel < 0:
+        raise ValueError(f"first_channel is {first_channel!r}, want an integer of at least 0")
+    shape = tuple(state_cache.shape)
+    if len(shape) != 3 or shape[1] < first_channel + channels or shape[2] < width - 1:
+        raise ValueError(
+            f"state_cache has shape {shape}, want at least (R, {first_channel + channels}, "
+            f"{width - 1}): [rows, channels up to the last of x, W - 1]"
+        )
+    if state_cache.dtype != x.dtype:
+        raise ValueError(
+            f"state_cache is {state_cache.dtype}, x is {x.dtype}: the pool holds rows of x, keep it"
+            " in x's dtype"
         )
 
 
