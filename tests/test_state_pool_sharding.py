@@ -22,7 +22,7 @@ class PoolSetting(Setting):
     """The call of `Setting` in a pool whose other rows hold NaN."""
 
     def __init__(self, explicit: bool = False) -> None:
-        from pool_cases import pool_case
+        from kda_jax.testing_pool import pool_case
 
         super().__init__(explicit)
         self.pool_case = pool_case(self.case, without=[1])
@@ -53,8 +53,7 @@ class PoolSetting(Setting):
         written = list(p.written)
         after = np.asarray(got.state_cache)
         assert_close(after[written], np.asarray(want.state_cache)[written])
-        others = [row for row in range(len(p.pool)) if row not in p.written]
-        assert_same_bits(after[others], p.pool[others])
+        assert_same_bits(after[p.others], p.pool[p.others])
         assert heads_of(got.out, 2) == heads_of(got.state_cache, 1) == "heads"
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DIMS, all_paths, assert_same_bits, make_case, prefill
-from pool_cases import PoolCase, pool_case
 from programs import needs_fused, quick_jit
 
 from kda_jax import KDAPoolResult, chunk_kda_prefill, export_checks
 from kda_jax.native import POOL_TARGET
 from kda_jax.testing import relative_error
+from kda_jax.testing_pool import PoolCase, pool_case
 
 PATHS = ["scan", "chunked", "fused"]
 
@@ -60,7 +60,7 @@ def test_gradients(path: str) -> None:
     for x, ref in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_error(x, ref) < 1e-5
     # A row that the call does not touch: the derivative of the sum itself.
-    idle = next(r for r in range(pool.shape[0]) if r not in p.written)
+    idle = p.others[0]
     np.testing.assert_allclose(got[1][idle], (weight * np.cos(pool))[idle], rtol=1e-5)
     # One that is only written: what it held before has no effect.
     fresh = p.rows.state_indices[1]
