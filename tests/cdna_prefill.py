@@ -57,12 +57,12 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, Tensor) for name in ("q", "k", "v", "g", "beta")),
         *((name, ctypes.c_uint64) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in ("workspace_bytes", "T", "N", "NC", "M", "pool_rows")),
+        *((name, ctypes.c_int64) for name in ("workspace_bytes", "T", "N", "NC", "M")),
         *((name, ctypes.c_int32) for name in ("H", "K", "V", "C")),
         *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
         ("gate", ctypes.c_int32),
         *((name, ctypes.c_bool) for name in ("l2norm", "state_kv", "in_pool", "mixed")),
-        *((name, ctypes.c_int32) for name in ("groups", "slab_chunks")),
+        *((name, ctypes.c_int32) for name in ("groups", "slab_chunks", "pool_rows")),
     )
 
 
