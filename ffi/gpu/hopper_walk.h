@@ -161,7 +161,7 @@ struct StateAccess {
     asm volatile("" : "+l"(stride));
     return stride;
   }
-  // For each value, f(its registers with i = 0, with i = 1, offset of the four channels that this lane stores).
+  // For each value, f(its block, its registers with i = 0, with i = 1, offset of the four channels that this lane stores).
   template <class F>
   KDA_FN void for_fours(F f) const {
     const int g = Lanes::group();
@@ -171,7 +171,7 @@ struct StateAccess {
       int64_t at = (first_value + Lanes::value(b)) * stride + 32 * warp + 8 * (g / 2) + 4 * (g & 1);
       KDA_UNROLL
       for (int c = 0; c < Lanes::kWidth; ++c, at += stride) {
-        f(Lanes::reg(b, c, 0), Lanes::reg(b, c, 1), at);
+        f(b, Lanes::reg(b, c, 0), Lanes::reg(b, c, 1), at);
         asm volatile("" ::: "memory");  // one at a time: registers
       }
     }
@@ -187,24 +187,28 @@ struct StateAccess {
         for (int b = 0; b < Lanes::kBlocks; ++b) {
           int64_t at = (first_value + Lanes::value(b)) * stride + channel(a, i) * channel_stride;
           KDA_UNROLL
-          for (int c = 0; c < Lanes::kWidth; ++c, at += stride) f(a, Lanes::reg(b, c, i), at);
+          for (int c = 0; c < Lanes::kWidth; ++c, at += stride) f(b, a, Lanes::reg(b, c, i), at);
         }
   }
-  KDA_FN void store(const State& s, float* to) const {
+  // `slices`: a bit for each 16 values, whether they are stored.
+  KDA_FN void store(const State& s, float* to, unsigned slices) const {
     if constexpr (K == 128 && N < 128)  // with more values ptxas spills the state over the shuffles
       if (channel_stride == 1) {
         const bool odd = Lanes::group() & 1;
-        for_fours([&](int low, int high, int64_t at) {
+        for_fours([&](int b, int low, int high, int64_t at) {
           const float x = other(odd ? s[0][low] : s[0][high]), y = other(odd ? s[1][low] : s[1][high]);
-          *reinterpret_cast<float4*>(to + at) = odd ? float4{x, s[0][high], y, s[1][high]}
+          if (slices >> Lanes::value(b) / kTile & 1)
+            *reinterpret_cast<float4*>(to + at) = odd ? float4{x, s[0][high], y, s[1][high]}
                                                     : float4{s[0][low], x, s[1][low], y};
         });
         return;
       }
-    for_each([&](int a, int r, int64_t at) { to[at] = s[a][r]; });
+    for_each([&](int b, int a, int r, int64_t at) {
+      if (slices >> Lanes::value(b) / kTile & 1) to[at] = s[a][r];
+    });
   }
   KDA_FN void load(State& s, const float* from) const {  // null: zeros
-    for_each([&](int a, int r, int64_t at) { s[a][r] = from ? from[at] : 0; });
+    for_each([&](int, int a, int r, int64_t at) { s[a][r] = from ? from[at] : 0; });
   }
 };
 
@@ -317,7 +321,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   auto half = [&](int a, int i) { return M == 2 ? a : i; };
   auto place = [&](int a, int i) { return tile(i) * kTile + 8 * half(a, i) + g; };
   const StateAccess<K, N> access{W::strides(p), first_value, warp};
-  auto save = [&](float* to) { access.store(state, to); };
   auto publish_state = [&] {
     KDA_UNROLL
     for (int a = 0; a < M; ++a)
@@ -416,13 +419,28 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     KDA_UNROLL
     for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
     signal(m.empty[n % Stages]);
-    if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
+    if (float* to = s.checkpoint_state(chunk.checkpoint, head)) access.store(state, to, ~0u);
     if (n + 1 < count) {
       m.state_read.wait(n & 1);
       publish_state();
     }
   }
-  save(s.state_of(p.final_state, seq, head));
+  // In a pool a slice goes on to where it is written or not as a whole, and its warps have met different tokens.
+  float* leaves = nullptr;
+  unsigned slices = 0;
+  for (int i = 0; i < N / kTile; ++i) {
+    int any = 0;
+    if (p.in_pool) {
+      KDA_UNROLL
+      for (int b = 0; b < Lanes::kBlocks; ++b)
+        any |= Lanes::value(b) / kTile == i && beyond[b] != kNone;
+      asm volatile("{.reg .pred mine, all;\n\tsetp.ne.b32 mine, %0, 0;\n\t"
+                   "barrier.red.or.pred all, 1, 128, mine;\n\tselp.b32 %0, 1, 0, all;}"
+                   : "+r"(any)::"memory");
+    }
+    if (float* to = s.exit(seq, head, first_value / kTile + i, any)) leaves = to, slices |= 1u << i;
+  }
+  if (leaves) access.store(state, leaves, slices);
   KDA_UNROLL
   for (int b = 0; b < Lanes::kBlocks; ++b)
     s.report(beyond[b], seq, head, (first_value + Lanes::value(b)) / kTile);

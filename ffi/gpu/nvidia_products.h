@@ -101,8 +101,10 @@ struct NvidiaProducts : NvidiaLanes {
     mma8<Op>(d.x, a, b.r[0], b.r[1]);
     mma8<Op>(d.x + 4, a, b.r[2], b.r[3]);
   }
-  // float32: no tensor core keeps 24 bits, so 16 rank-one updates by shuffles.
-  static KDA_FN void product(Acc& d, const Acc& a, const Acc& b) {
+  // float32: no tensor core keeps 24 bits, so 16 rank-one updates by shuffles. A call: the scan of groups has 64 of
+  // these products in a row, and ptxas takes minutes over them in one piece.
+  static KDA_FN void product(Acc& d, const Acc& a, const Acc& b) { d = product_float32(d, a, b); }
+  static __device__ __noinline__ Acc product_float32(Acc d, const Acc a, const Acc b) {
     KDA_UNROLL
     for (int k = 0; k < kTile; ++k) {
       const int holder = (lane() & ~3) + (k & 7) / 2, c = (k & 1) + 4 * (k >> 3);
@@ -116,6 +118,7 @@ struct NvidiaProducts : NvidiaLanes {
         d.x[e + 2] += left[1] * right;
       }
     }
+    return d;
   }
   template <class L, class R>
   static KDA_FN void mma(Acc& d, int n, L left, R right) {

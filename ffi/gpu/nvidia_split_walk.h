@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
       publish();
       W::watch_prologue(beyond, from_prologue);
       W::watch(beyond, x, chunk.first + part * kTile);
-      if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
+      if (float* to = s.checkpoint_state(chunk.checkpoint, head)) save(to);
     } else {
       typename Tiles::template Right<Bounded> columns[NT];
       KDA_UNROLL
@@ -152,8 +152,10 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     }
     __syncthreads();
   }
+  // A warp writes its channels, whose values depend on all tokens.
+  const bool any_beyond = p.in_pool && __syncthreads_or(beyond != kNone);
   if (recurrence) {
-    save(s.state_of(p.final_state, seq, head));
+    if (float* to = s.exit(seq, head, slice, any_beyond)) save(to);
     s.report(beyond, seq, head, slice);
   }
 }

@@ -1,5 +1,6 @@
 """What a serving engine decides on the host: cache specs, checkpoint positions, prefix reuse."""
 
+from ..pool_rows import StepRows, step_rows
 from .cache_stats import CacheStats
 from .hashing import chain_hashes
 from .lease import Freed, Lease
@@ -18,7 +19,9 @@ __all__ = [
     "KDACacheSpec",
     "Lease",
     "PrefixCache",
+    "StepRows",
     "chain_hashes",
     "kda_cache_specs",
     "plan_checkpoints",
+    "step_rows",
 ]
