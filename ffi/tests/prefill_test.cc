@@ -98,11 +98,11 @@ TEST(addresses_beyond_32_bits) {
   static_assert(row_offset(1'000'000, 95, 96, 128) == INT64_C(12'288'012'160));
   static_assert(row_offset(int64_t(1) << 31, 0, 1, 256) == INT64_C(549'755'813'888));
   using Layout = Blob<HostTiles, 128, 64>;
-  static_assert(Layout::bytes(256) * 96 * 16384 > int64_t(1) << 37);
+  static_assert(Layout::kBytes * 96 * 16384 > int64_t(1) << 37);
   Problem p{};
   p.K = 128, p.V = 128, p.C = 64, p.H = 96, p.groups = 1, p.NC = 16384, p.slab_chunks = 16384;
   const int64_t status = (4 + 127) / 128 * 128;  // p.N is 0
-  CHECK(host::workspace_bytes(p) == Layout::bytes(128) * 96 * 16384 + status);
+  CHECK(host::workspace_bytes(p) == Layout::kBytes * 96 * 16384 + status);
 }
 TEST(wrong_sizes_and_tables_are_refused) {
   const Case c(Options{{130}, {{0, 70}}});

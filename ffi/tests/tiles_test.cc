@@ -117,7 +117,7 @@ TEST(sums_of_squares_of_rows) {
   CHECK(T::at(T::row_numbers(), 7, 0) == 7);
 }
 
-TEST(finds_the_first_column_beyond_a_limit) {
+TEST(finds_the_first_column_or_row_beyond_a_limit) {
   Matrix m = random_matrix();
   int32_t first = kNone;
   T::first_beyond(first, tile(m), 100, 50);
@@ -130,6 +130,13 @@ TEST(finds_the_first_column_beyond_a_limit) {
   CHECK(first == 52);
   T::first_beyond(first, tile(m), 100, 60);  // a later tile changes nothing
   CHECK(first == 52);
+  first = kNone;
+  T::first_beyond<true>(first, tile(m), 100, 50);  // by row
+  CHECK(first == 50);
+  m.x[0][2] = 0;
+  first = kNone;
+  T::first_beyond<true>(first, tile(m), 100, 50);
+  CHECK(first == 53);
   int32_t most = 5;
   T::atomic_max(&most, 3);
   CHECK(most == 5);
