@@ -50,7 +50,7 @@ hipError_t launch(void (*kernel)(Args...), int64_t blocks, int threads, size_t s
   void* pointers[] = {&args...};
   const auto* f = reinterpret_cast<const void*>(kernel);
   const dim3 grid{unsigned(blocks)}, block{unsigned(threads)};
-  const bool early = stream.overlaps && !stream.first;
+  [[maybe_unused]] const bool early = stream.overlaps && !stream.first;
   stream.first = false;
 #if defined(__CUDACC__)
   if (early) return launch_early(f, grid, block, pointers, shared, stream.stream);

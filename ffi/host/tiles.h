@@ -288,11 +288,11 @@ struct HostTiles {
   static void store_rows(float* p, const RowVec& v) { std::memcpy(p, v.x, sizeof v.x); }
 
   // ---- the caller's arrays ------------------------------------------------------------------
-  // Rows >= valid are zeros and their memory is not read.
+  // Rows >= valid are zeros and their memory is not read; there may be more or fewer than a tile has.
   KDA_OUT_OF_LINE Acc load(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     Acc a;
     zero(a);
-    for (int r = 0; r < valid; ++r) scalar::load16(t, offset + r * stride, a.x[r]);
+    for (int r = 0; r < kTile && r < valid; ++r) scalar::load16(t, offset + r * stride, a.x[r]);
     return a;
   }
   static Raw load_raw(const Tensor& t, int64_t offset, int64_t stride, int valid) {
@@ -305,7 +305,8 @@ struct HostTiles {
   }
   KDA_OUT_OF_LINE void store(void* p, DType type, int64_t offset, int64_t stride, const Acc& a,
                              int from, int to) {  // rows [from, to)
-    for (int r = from < 0 ? 0 : from; r < to; ++r) scalar::store16(p, type, offset + r * stride, a.x[r]);
+    for (int r = from < 0 ? 0 : from; r < kTile && r < to; ++r)
+      scalar::store16(p, type, offset + r * stride, a.x[r]);
   }
   // Two tiles of neighbouring channels; a layer may order the 32 channels as its loads like best.
   static void load2(Acc& a, Acc& b, const Tensor& t, int64_t offset, int64_t stride, int valid) {

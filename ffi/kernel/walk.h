@@ -112,10 +112,10 @@ struct Walk {
                                   int32_t writes_from, Acc& o) {
     const float scale = p.scale;
     Tiles::apply(o, [=](float x) { return scale * x; }, o);
-    const int first = chunk.first + i * kTile, rows = chunk.valid - i * kTile;
+    const int first = chunk.first + i * kTile;
     Tiles::store(p.out, p.v.type, row_offset(first, head, p.H, p.V) + slice * kTile,
                  int64_t(p.H) * p.V, o, Policy::kSecond ? writes_from - first : 0,
-                 rows < kTile ? rows : kTile);
+                 chunk.valid - i * kTile);
   }
 
   // Notices what the operands do not hold: in r or v' of the token tile that begins at `first`, and before.
@@ -129,9 +129,9 @@ struct Walk {
   // v of a token tile, as the caller gave it.
   static KDA_FN typename Tiles::Raw values(const Problem& p, const ChunkRow& chunk, int head,
                                            int slice, int i) {
-    const int rows = chunk.valid - i * kTile, first = chunk.first + i * kTile;
+    const int first = chunk.first + i * kTile;
     return Tiles::load_raw(p.v, row_offset(first, head, p.H, p.V) + slice * kTile,
-                           int64_t(p.H) * p.V, rows < 0 ? 0 : rows < kTile ? rows : kTile);
+                           int64_t(p.H) * p.V, chunk.valid - i * kTile);
   }
   // `homogeneous`: as for v = 0.
   static KDA_FN void deltas(const Problem& p, const ChunkRow& chunk, int head, int slice,
@@ -146,6 +146,7 @@ struct Walk {
     }
     KDA_UNROLL
     for (int t = 0; t < KT; ++t) s[t] = Tiles::template left<Decay>(state.s[t]);
+    for (int i = Tiles::lane(); i < blocks; i += Tiles::kWave) watch_prologue(state.beyond, beyond[i]);
     KDA_UNROLL
     for (int i = 0; i < blocks; ++i) {
       Acc x;
@@ -157,7 +158,6 @@ struct Walk {
       residual(x, s, [&](int t) -> decltype(auto) {
         return Tiles::template load_blob_right<Decay>(blob, Layout::kd(i, t));
       });
-      watch_prologue(state.beyond, beyond[i]);
       watch(state.beyond, x, chunk.first + i * kTile);
       r[i] = Tiles::template left_clamped<Bounded>(x);
       delta(d[i], r, i + 1, [&](int j) -> decltype(auto) {

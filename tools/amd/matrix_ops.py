@@ -34,25 +34,21 @@ def expected(kernel: str, target: str) -> set[str]:
     """The matrix instructions that a kernel must hold, and no others.
 
     A second pass has no fp16 operands but those that the caller's fp16 arrays are. On gfx950 two
-    tiles are joined wherever both are at hand: not in the diagonal blocks of the prologue, whose
-    other operand is made in between, and in its solve from the third block of 16 tokens on.
+    tiles are joined wherever both are at hand. A prologue's diagonal blocks and its substitution
+    multiply one tile at a time; so does a walk where it transposes v and in the odd tiles of the
+    triangles.
     """
     what = stage(kernel)
     if what.startswith("groups, scan"):
         return {"f32 16x16x4"}
-    second, prologue = "second pass" in what, what.startswith("prologue")
-    fp16_arrays = prologue and "CdnaTiles<kda::F16>" in kernel
-    types = {"bf16"} if second and not fp16_arrays else {"bf16", "f16"}
-    shapes = {f"{kind} 16x16x16" for kind in types}
-    if target != "gfx950":
-        return shapes
-    joined = {f"{kind} 16x16x32" for kind in types}
-    if not prologue:  # a walk's bf16 products are all pairs; second: the odd tiles of Aqk are bf16
-        return joined | {"bf16 16x16x16" if second else "f16 16x16x16"}
-    chunk = int(re.search(r"\d+, (\d+), (?:true|false)>", kernel)[1])
-    if chunk == 32 and not fp16_arrays:
-        joined.discard("f16 16x16x32")
-    return shapes | joined
+    caller = "f16" if "CdnaTiles<kda::F16>" in kernel else "bf16"
+    bounded = "bf16" if "second pass" in what else "f16"
+    if what.startswith("prologue"):
+        ones, pairs = {"bf16", bounded}, {"bf16", caller}
+    else:
+        ones, pairs = {caller, bounded}, {"bf16", bounded}
+    joined = "16x16x32" if target == "gfx950" else "16x16x16"
+    return {f"{kind} 16x16x16" for kind in ones} | {f"{kind} {joined}" for kind in pairs}
 
 
 def objdump() -> str:
