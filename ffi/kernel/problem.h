@@ -50,8 +50,8 @@ struct Problem {
   Gate gate;
   bool l2norm;
   bool state_kv;                    // states are [K, V] instead of [V, K]
-  bool in_pool;
   bool mixed;                       // operands in 16 bits, as on a GPU, instead of float32
+  bool in_pool;
   int32_t groups;                   // groups of chunks a sequence is split into
   int32_t slab_chunks;              // chunks whose workspace exists at one time
   uint32_t pool_rows;               // that an index can name
