@@ -27,6 +27,9 @@ CASES: list[tuple[list[int], dict, int | None]] = [
     ([1, 64, 65, 0, 17], {"K": 64, "V": 16, "lower_bound": None}, None),
     ([200, 0, 64], {"K": 64, "V": 32}, 2),
     ([300], {"K": 64, "V": 64, "checkpoint_offsets": [[100, 300]]}, 4),
+    ([130], {"H": 20, "checkpoint_offsets": [[70]]}, None),  # wider blocks of the walk on Hopper
+    ([70, 65], {"H": 20}, None),
+    ([70, 65], {"H": 40}, None),
     ([33], {"chunk_size": 32}, None),
     ([70], {"dtype": "float16", "K": 64, "V": 48}, None),
 ]
