@@ -1,0 +1,99 @@
+"""The text of a recall prompt: a list of facts in sections, then a question about one of them.
+
+    @q          a section opens, named by a letter
+    kx=407      a fact: the key is two letters, the value three digits
+    ab=112
+    @t
+    cd=983
+    ?kx=        the question; its answer is "407t\\n"
+
+The answer is the key's value and the name of the section that was opened last. The value needs one
+line among many, which attention finds; the section needs the order of the lines, which only the
+recurrent states keep in a model without position encoding. So a server that resumes from a wrong
+state, or from wrong rows of the attention's cache, gives a wrong answer.
+
+Prompts are ASCII, and a model that reads bytes has one token per character. Sections open in the
+first half of a list alone, so that none opens after the last whole block of a prompt of two blocks
+or more, and a request that resumes there knows the section from the cached state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+
+import numpy as np
+
+from .arguments import at_least
+
+_LETTERS = string.ascii_lowercase
+_FACT, _HEADER, _MOST_SECTIONS = len("kx=407\n"), len("@q\n"), 4
+QUESTION_SIZE = len("?kx=")
+ANSWER_SIZE = len("407t\n")
+SMALLEST = _HEADER + _FACT
+LARGEST = _HEADER + len(_LETTERS) ** 2 * _FACT
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A list of facts.
+
+    Attributes:
+      text: the list, whole lines.
+      values: of each key, in the order of the list.
+      section: the name of the last one.
+    """
+
+    text: str
+    values: dict[str, str]
+    section: str
+
+    @property
+    def keys(self) -> list[str]:
+        """In the order of the list."""
+        return list(self.values)
+
+
+def facts(size: int, seed: int | np.random.Generator) -> Facts:
+    """A random list of facts with distinct keys.
+
+    Args:
+      size: of the text in characters, `SMALLEST`..`LARGEST`; what whole lines leave over, fewer
+        than 7 characters, stays unused.
+      seed: the same one gives the same list; or the generator to draw from.
+
+    Raises:
+      ValueError: size is out of range.
+    """
+    at_least("size", size, SMALLEST)
+    if size > LARGEST:
+        raise ValueError(f"size is {size}, want at most {LARGEST}: there are no more keys")
+    random = np.random.default_rng(seed)
+    sections = min(int(random.integers(1, _MOST_SECTIONS + 1)), (size - _FACT) // _HEADER)
+    count = min((size - sections * _HEADER) // _FACT, len(_LETTERS) ** 2)
+    numbers = random.choice(len(_LETTERS) ** 2, count, replace=False)
+    keys = [_LETTERS[n // len(_LETTERS)] + _LETTERS[n % len(_LETTERS)] for n in numbers]
+    values = [f"{n:03}" for n in random.integers(0, 1000, count)]
+    lines = [f"{key}={value}\n" for key, value in zip(keys, values, strict=True)]
+    names = [_LETTERS[n] for n in random.integers(0, len(_LETTERS), sections)]
+    places = np.sort(random.integers(0, max(0, count - sections) // 2 + 1, sections))
+    places[0] = 0
+    for place, name in zip(places[::-1], names[::-1], strict=True):
+        lines.insert(int(place), f"@{name}\n")
+    return Facts("".join(lines), dict(zip(keys, values, strict=True)), names[-1])
+
+
+def question(key: str) -> str:
+    """What follows the list in a prompt, `QUESTION_SIZE` characters."""
+    return f"?{key}="
+
+
+def answer(listed: Facts, key: str) -> str:
+    """The only right continuation of a prompt, `ANSWER_SIZE` characters; the last ends it.
+
+    Raises:
+      ValueError: the list has no such key.
+    """
+    if key not in listed.values:
+        raise ValueError(f"key is {key!r}, want one of the list, e.g. {listed.keys[0]!r}")
+    return f"{listed.values[key]}{listed.section}\n"
