@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from kda_jax.serving import recall_text as recall
 
-LINE = re.compile(r"@(?P<section>[a-z])|(?P<key>[a-z]{2})=(?P<value>[0-9]{3})")
+LINE = re.compile(r"@(?P<section>[a-z])|(?P<key>[a-z]{2})(?P<value>[0-9]{2})")
 
 
 @given(st.integers(recall.SMALLEST, 3000), st.integers(0, 2**32 - 1))
 @settings(max_examples=200, deadline=None)
 def test_answers_are_those_of_a_reader_of_the_text(size, seed):
     listed = recall.facts(size, seed)
-    assert size - 7 < len(listed.text) <= size and listed.text.isascii()
+    assert size - 5 < len(listed.text) <= size and listed.text.isascii()
     lines = [LINE.fullmatch(line) for line in listed.text.splitlines()]
     assert all(lines) and lines[0]["section"]
     read = {m["key"]: m["value"] for m in lines if m["key"]}
@@ -44,15 +44,15 @@ def test_sections_and_values_vary():
     assert {each.section for each in many} == set("abcdefghijklmnopqrstuvwxyz")
     assert {each.text.count("@") for each in many} == {1, 2, 3, 4}
     values = [value for each in many for value in each.values.values()]
-    assert len(set(values)) == 1000  # every value occurs among about 16,000
+    assert len(set(values)) == 100
 
 
 def test_sizes_out_of_range_and_unknown_keys_are_refused():
     assert len(recall.facts(recall.LARGEST, 0).values) in range(674, 677)
-    with pytest.raises(ValueError, match=r"size is 9, want an integer of at least 10"):
-        recall.facts(9, 0)
-    with pytest.raises(ValueError, match=r"size is 4736, want at most 4735: there are no more"):
+    with pytest.raises(ValueError, match=r"size is 7, want an integer of at least 8"):
+        recall.facts(7, 0)
+    with pytest.raises(ValueError, match=r"size is 3384, want at most 3383: there are no more"):
         recall.facts(recall.LARGEST + 1, 0)
-    listed = recall.facts(10, 0)
+    listed = recall.facts(8, 0)
     with pytest.raises(ValueError, match=r"key is '..', want one of the list, e.g. '[a-z]{2}'"):
         recall.answer(listed, "..")

@@ -1,7 +1,7 @@
 """Training and held-out sequences: a list of facts, then questions and answers about it.
 
-Every sequence is drawn from a seed of its own. Training's seeds and the held-out ones never meet:
-the first word of the seed says which they are.
+Every sequence is drawn from a seed of its own: (run, kind, batch, sequence). So training never sees
+a held-out one, and what a step sees does not depend on the steps before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from kda_jax import Capacity, ChunkMetadata
 from kda_jax.serving import recall_text as recall
 
-TRAINING, HELD_OUT = 0, 1
+TRAINING, HELD_OUT, ROOM = 0, 1, 2
 
 
 class Packed(NamedTuple):

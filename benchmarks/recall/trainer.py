@@ -24,7 +24,7 @@ from kda_jax.models.weights import model_class
 from kda_jax.serving.recall_text import ANSWER_SIZE
 
 from .config import CONFIG
-from .data import HELD_OUT, TRAINING, batch
+from .data import HELD_OUT, ROOM, TRAINING, Packed, batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     Attributes:
       rooms: bytes of a sequence, level by level; a level is done when the running share of right
         answers at its room reaches `pass_mark`.
-      tokens: of one step.
+      tokens: of one step, or one sequence where its room is larger.
       rate: of Adam, after `warmup` steps; from step `knee` on it falls with the root of the steps.
       memory: of the running share, which a step moves by 1 - memory.
       averaging: how much a step moves the average of the weights, which is what is judged and kept.
@@ -42,7 +42,7 @@ class Settings:
     """
 
     rooms: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
-    tokens: int = 2048
+    tokens: int = 1024
     rate: float = 3e-3
     warmup: int = 200
     knee: int = 1500
@@ -55,9 +55,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for room in self.rooms:
-            if room % 64 or self.tokens % room:
+            if room % 64 or max(self.tokens, room) % room:
                 raise ValueError(
-                    f"rooms holds {room}, want multiples of 64 that divide tokens, {self.tokens}"
+                    f"rooms holds {room}, want multiples of 64 that divide tokens,"
+                    f" {self.tokens}, or exceed it"
                 )
 
 
@@ -89,6 +90,10 @@ class Trainer:
         model = model_class(config)(config, rngs=nnx.Rngs(settings.seed))
         return cls(settings, model, model, _optimizer(settings).init(model))
 
+    def _batch(self, room: int, kind: int, number: int) -> Packed:
+        s = self.settings
+        return batch(room, max(s.tokens, room), (s.seed, kind, number))
+
     @property
     def _state(self) -> tuple[LanguageModel, LanguageModel, Any]:
         return self.model, self.average, self.optimizer
@@ -96,14 +101,14 @@ class Trainer:
     def next_room(self) -> int:
         """The room of the next step: half of the time the level's, else any one up to it."""
         s = self.settings
-        random = np.random.default_rng((s.seed, TRAINING, self.step))
+        random = np.random.default_rng((s.seed, ROOM, self.step))
         level = self.level if random.random() < 0.5 else int(random.integers(self.level + 1))
         return s.rooms[level]
 
     def advance(self) -> tuple[float, float]:
         """One step; returns its loss and its share of right answers, before the update."""
         s, room = self.settings, self.next_room()
-        data = batch(room, s.tokens, (s.seed, TRAINING, self.step))
+        data = self._batch(room, TRAINING, self.step)
         *state, loss, share = _update(s, room)(*self._state, *data)
         self.model, self.average, self.optimizer = state
         self.step += 1
@@ -115,18 +120,12 @@ class Trainer:
 
     def held_out(self, batches: int) -> dict[int, float]:
         """The share of right answers at each room, from sequences that training never sees."""
-        s = self.settings
-        return {
-            room: float(
-                np.mean(
-                    [
-                        _share(s, room)(self.average, *batch(room, s.tokens, (s.seed, HELD_OUT, i)))
-                        for i in range(batches)
-                    ]
-                )
-            )
-            for room in s.rooms
-        }
+        shares = {}
+        for room in self.settings.rooms:
+            share = _share(self.settings, room)
+            found = [share(self.average, *self._batch(room, HELD_OUT, i)) for i in range(batches)]
+            shares[room] = float(np.mean(found))
+        return shares
 
     def save(self, file: Path) -> None:
         """Everything that the next step depends on, in one file that is never half written."""

@@ -1,11 +1,11 @@
 """The text of a recall prompt: a list of facts in sections, then a question about one of them.
 
-    @q          a section opens, named by a letter
-    kx=407      a fact: the key is two letters, the value three digits
-    ab=112
+    @q        a section opens, named by a letter
+    kx40      a fact: the key is two letters, the value two digits
+    ab12
     @t
-    cd=983
-    ?kx=        the question; its answer is "407t\\n"
+    cd98
+    ?kx       the question; its answer is "40t\\n"
 
 The answer is the key's value and the name of the section that was opened last. The value needs one
 line among many, which attention finds; the section needs the order of the lines, which only the
@@ -27,9 +27,9 @@ import numpy as np
 from .arguments import at_least
 
 _LETTERS = string.ascii_lowercase
-_FACT, _HEADER, _MOST_SECTIONS = len("kx=407\n"), len("@q\n"), 4
-QUESTION_SIZE = len("?kx=")
-ANSWER_SIZE = len("407t\n")
+_FACT, _HEADER, _MOST_SECTIONS = len("kx40\n"), len("@q\n"), 4
+QUESTION_SIZE = len("?kx")
+ANSWER_SIZE = len("40t\n")
 SMALLEST = _HEADER + _FACT
 LARGEST = _HEADER + len(_LETTERS) ** 2 * _FACT
 
@@ -59,7 +59,7 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
 
     Args:
       size: of the text in characters, `SMALLEST`..`LARGEST`; what whole lines leave over, fewer
-        than 7 characters, stays unused.
+        than 5 characters, stays unused.
       seed: the same one gives the same list; or the generator to draw from.
 
     Raises:
@@ -73,8 +73,8 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
     count = min((size - sections * _HEADER) // _FACT, len(_LETTERS) ** 2)
     numbers = random.choice(len(_LETTERS) ** 2, count, replace=False)
     keys = [_LETTERS[n // len(_LETTERS)] + _LETTERS[n % len(_LETTERS)] for n in numbers]
-    values = [f"{n:03}" for n in random.integers(0, 1000, count)]
-    lines = [f"{key}={value}\n" for key, value in zip(keys, values, strict=True)]
+    values = [f"{n:02}" for n in random.integers(0, 100, count)]
+    lines = [f"{key}{value}\n" for key, value in zip(keys, values, strict=True)]
     names = [_LETTERS[n] for n in random.integers(0, len(_LETTERS), sections)]
     places = np.sort(random.integers(0, max(0, count - sections) // 2 + 1, sections))
     places[0] = 0
@@ -85,7 +85,7 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
 
 def question(key: str) -> str:
     """What follows the list in a prompt, `QUESTION_SIZE` characters."""
-    return f"?{key}="
+    return f"?{key}"
 
 
 def answer(listed: Facts, key: str) -> str:
