@@ -39,7 +39,7 @@ class Axes:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["metadata", "start", "active", "decode_start"],
+    data_fields=["metadata", "start", "active", "decode_start", "table", "decode_table"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +48,16 @@ class Batch:
 
     metadata: of the prefill. start: int32 [N], tokens that its sequences have in the cache.
     active: bool [D], which decode rows carry a token. decode_start: int32 [D], as start.
+    table: int32 [N, W], where MLA rows lie in pages: the pages of each sequence, in order.
+    decode_table: int32 [D, W], those of the decode rows.
     """
 
     metadata: ChunkMetadata | None = None
     start: jax.Array | None = None
     active: jax.Array | None = None
     decode_start: jax.Array | None = None
+    table: jax.Array | None = None
+    decode_table: jax.Array | None = None
 
     @property
     def decodes(self) -> int:

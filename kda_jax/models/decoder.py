@@ -18,7 +18,7 @@ from ..layer_types import KDACache, KDAState
 from .batch import Axes, Batch
 from .cache import Checkpoints, LayerState, ModelCache
 from .config import ModelConfig
-from .mla import MLA, MLACache
+from .mla import MLA, MLACache, MLAPages
 from .mlp import MLP
 from .moe import MoE
 from .norm import RMSNorm
@@ -97,7 +97,8 @@ def _attention(
         y, after, decoded = attention(x, batch, prefill, decode)
         return axes.sum_model(y), after, None, decoded
     assert isinstance(attention, KimiDeltaAttention)
-    assert not isinstance(prefill, MLACache) and not isinstance(decode, MLACache)
+    assert not isinstance(prefill, MLACache | MLAPages)
+    assert not isinstance(decode, MLACache | MLAPages)
     cache = None
     if prefill is not None:
         assert batch.start is not None
