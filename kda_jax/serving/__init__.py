@@ -1,5 +1,6 @@
 """Serving: cache specs, checkpoint positions, prefix reuse, and an engine that uses them."""
 
+from ..pool_rows import StepRows, step_rows
 from .cache_stats import CacheStats
 from .engine_config import EngineConfig, PoolSizes
 from .hashing import chain_hashes
@@ -32,7 +33,9 @@ __all__ = [
     "Scheduler",
     "SchedulerStats",
     "StepPlan",
+    "StepRows",
     "chain_hashes",
     "kda_cache_specs",
     "plan_checkpoints",
+    "step_rows",
 ]
