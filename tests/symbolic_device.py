@@ -59,21 +59,21 @@ class SymbolicDevice:
             text = self.texts.setdefault(running.request, running.request.prompt.tolist())
             text.append(self.slots[running.slot])
             assert len(text) == decode.start + 1
-            assert self.rows[running.live_row] == tuple(text[:-1]), "a state of another prefix"
+            assert self.rows[decode.row] == tuple(text[:-1]), "a state of another prefix"
             self._check_blocks(running.table, text[:-1])
             texts.append(text)
         decoded = []
         for decode, text in zip(plan.decodes, texts, strict=True):
             running = decode.running
             self._write(running.table, text, decode.start)
-            self.rows[running.live_row] = tuple(text)
+            self.rows[decode.row] = tuple(text)
             decoded.append(next_token(text))
             self.slots[running.slot] = decoded[-1]
         prefilled = []
         for part in plan.parts:
             text = part.running.request.prompt[: part.stop].tolist()
             self._write(part.running.table, text, part.start)
-            self.rows[part.running.live_row] = tuple(text)
+            self.rows[part.row] = tuple(text)
             prefilled.append(next_token(text))
             if part.last:
                 self.slots[part.running.slot] = prefilled[-1]

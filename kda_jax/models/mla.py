@@ -85,16 +85,17 @@ class MLA(nnx.Module):
         x: jax.Array,
         batch: Batch,
         cache: MLACache | MLAPages | None,
-        decode: MLACache | MLAPages | None,
-    ) -> tuple[jax.Array, MLACache | MLAPages | None, MLACache | MLAPages | None]:
+        decode: MLACache | None,
+    ) -> tuple[jax.Array, MLACache | MLAPages | None, MLACache | None]:
         """Writes the new rows, then attends.
 
         Args:
           x: [D + T, hidden].
           batch: which rows those are.
-          cache: [N, S, C], of the prefill's sequences; None with batch.metadata None. Or pages.
-          decode: [D, S', C], of the decode rows; None without such rows. Or pages; None where they
-            lie in the pages of `cache`.
+          cache: [N, S, C], of the prefill's sequences; None without a prefill. Or the pages of all
+            rows.
+          decode: [D, S', C], of the decode rows; None without such rows, or where they lie in the
+            pages of `cache`.
 
         Returns:
           y [D + T, hidden], and both caches with the new rows.
@@ -106,17 +107,18 @@ class MLA(nnx.Module):
         rows = jnp.concatenate([self.kv_a_layernorm(latent), share], axis=-1)
         scale, D, parts = (self.nope + self.rope) ** -0.5, batch.decodes, []
         if batch.active is not None:
-            holder = cache if decode is None else decode
-            assert batch.decode_start is not None and holder is not None
+            assert batch.decode_start is not None
             place = jnp.where(batch.active, batch.decode_start, -1)
-            pages, table = holder.paged(batch.decode_table)
+            own = cache if decode is None else decode
+            assert own is not None
+            pages, table = own.paged(batch.decode_table)
             pages = write_rows(pages, table, rows[:D], jnp.arange(D), place)
             attended = decode_attention(q[:D], pages, table, place + 1, scale, self.kv_lora)
             parts.append(attended)
             if decode is None:
-                cache = holder.with_pages(pages)
+                cache = own.with_pages(pages)
             else:
-                decode = holder.with_pages(pages)
+                decode = decode.with_pages(pages)
         if batch.metadata is not None:
             assert batch.start is not None and cache is not None
             pages, table = cache.paged(batch.table)

@@ -58,13 +58,15 @@ class Running:
 class Part:
     """Tokens start..start+length-1 of a prompt, in one step.
 
-    source: the row with the states after `start` tokens. last: whether the prompt ends here.
+    source: the row with the states after `start` tokens. row: where those after the part go. last:
+    whether the prompt ends here.
     """
 
     running: Running
     start: int
     length: int
     source: int
+    row: int
     last: bool
 
     @property
@@ -75,10 +77,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """One token of a request, at position `start`."""
+    """One token of a request, at position `start`; its states lie in `row`."""
 
     running: Running
     start: int
+    row: int
 
 
 @dataclasses.dataclass(frozen=True)

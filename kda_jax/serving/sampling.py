@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..grid import Array
@@ -23,6 +24,12 @@ class Sampling(NamedTuple):
     top_p: Array | jax.Array
     seed: Array | jax.Array
     position: Array | jax.Array
+
+    @classmethod
+    def greedy(cls, rows: int) -> Sampling:
+        """NumPy arrays to fill in."""
+        zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        return cls(zeros, ones, np.zeros(rows, np.uint32), np.zeros(rows, np.int32))
 
 
 def sample_rows(logits: jax.Array, how: Sampling) -> jax.Array:

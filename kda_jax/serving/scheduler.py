@@ -123,7 +123,7 @@ class Scheduler:
         decodes = []
         for running in self._running.values():
             if running.decodes:
-                decodes.append(Decode(running, running.computed))
+                decodes.append(Decode(running, running.computed, running.live_row))
                 running.computed += 1
                 running.sampled += 1
         parts = self._parts(self.config.budget - len(decodes))
@@ -204,7 +204,7 @@ class Scheduler:
         if length <= 0 or len(parts) == self.config.max_prefills:
             return 0
         last = start + length == running.prompt_len
-        parts.append(Part(running, start, length, running.source, last))
+        parts.append(Part(running, start, length, running.source, running.live_row, last))
         running.computed += length
         running.sampled += last
         running.source = running.live_row
@@ -227,9 +227,9 @@ class Scheduler:
         if not plan.num_checkpoints:
             return plan
         rows = [self.pools.take_checkpoint_row() for _ in range(plan.num_checkpoints)]
-        in_use = {d.running.live_row for d in decodes}
+        in_use = {decode.row for decode in decodes}
         for part in parts:
-            in_use |= {part.source, part.running.live_row}
+            in_use |= {part.source, part.row}
         return plan.with_rows([-1 if row is None else row for row in rows], in_use=sorted(in_use))
 
     def _admit(self, request: Request) -> Running | None:

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..grid import Array
 from ..layer_types import KDAState
 from ..metadata import ChunkMetadata
 from ..models.batch import Batch
-from ..models.cache import LayerState, ModelCache
+from ..models.cache import LayerState
 from ..models.config import ModelConfig
-from ..models.decoder import LanguageModel, forward
+from ..models.decoder import LanguageModel, forward_in_pools
 from ..models.mla import MLAPages
+from ..pool_rows import StepRows
 from .engine_config import EngineConfig, PoolSizes
 from .sampling import Sampling, sample_rows
+
+
+Array = Any  # NumPy on the host, traced in the step
 
 
 class DeviceState(NamedTuple):
@@ -38,28 +41,22 @@ class DeviceState(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """tokens: int32 [T]. metadata: of N parts and M checkpoints. Of the parts, int32 [N]:
+    """tokens: int32 [T]. metadata: of N parts and M checkpoints. rows: of the KDA pools. Of parts:
 
-    start: tokens before. source: the row with the states after these. row: where the states after
-    the part go. slot: where the sampled token goes. table: int32 [N, W]. checkpoint_row: int32 [M].
-    A row or slot past the last is nowhere.
+    start: int32 [N], tokens before. slot: int32 [N], where the sampled token goes; past the last:
+    nowhere. table: int32 [N, W], MLA pages.
     """
 
     tokens: Array
     metadata: ChunkMetadata
+    rows: StepRows
     start: Array
-    source: Array
-    row: Array
     slot: Array
     table: Array
-    checkpoint_row: Array
 
 
 class DecodeInputs(NamedTuple):
-    """Of D rows, int32 [D]: start, row, slot as in `PrefillInputs`; active: bool [D];
-
-    table: int32 [D, W].
-    """
+    """Of D rows: start, row, slot: int32 [D]; active: bool [D]; table: int32 [D, W]."""
 
     start: Array
     row: Array
@@ -105,66 +102,52 @@ def run_step(
       backend: of the operator.
 
     Returns:
-      The sampled tokens, int32 [D + N], those of inactive rows and of rows of padding without a
-      meaning, and the state after the step.
+      The sampled tokens, int32 [D + N], without a meaning in idle rows and in rows of padding, and
+      the state after the step.
     """
-    batch, tokens, slots = Batch(), [], []
-    running = prefilled = None
+    slots, tokens, parts = state.tokens.shape[0], [], []
+    batch = Batch()
     if decode is not None:
-        batch = _with(batch, active=decode.active, decode_start=decode.start)
-        batch = _with(batch, decode_table=decode.table)
-        tokens.append(state.tokens.at[decode.slot].get(mode="fill", fill_value=0))
-        slots.append(jnp.where(decode.active, decode.slot, state.tokens.shape[0]))
-        layers = _take(state.layers, decode.row, pages=prefill is None)
-        running = ModelCache(layers, decode.start)
+        batch = Batch(
+            active=decode.active,
+            decode_start=decode.start,
+            decode_rows=decode.row,
+            decode_table=decode.table,
+        )
+        tokens.append(state.tokens.at[decode.slot].get(mode="clip"))
+        parts.append(jnp.where(decode.active, decode.slot, slots))
     if prefill is not None:
-        batch = _with(batch, metadata=prefill.metadata, start=prefill.start, table=prefill.table)
+        batch = dataclasses.replace(
+            batch,
+            metadata=prefill.metadata,
+            start=prefill.start,
+            rows=prefill.rows,
+            table=prefill.table,
+        )
         tokens.append(prefill.tokens)
-        slots.append(prefill.slot)
-        prefilled = ModelCache(_take(state.layers, prefill.source, pages=True), prefill.start)
-    out, prefilled, running = forward(
-        model, jnp.concatenate(tokens), batch, prefilled, running, backend=backend
+        parts.append(prefill.slot)
+    logits, layers = forward_in_pools(
+        model, jnp.concatenate(tokens), batch, state.layers, backend=backend
     )
-    layers = state.layers
-    if decode is not None and running is not None:
-        row = jnp.where(decode.active, decode.row, _NOWHERE)
-        layers = _put(layers, row, running.layers)
-    if prefill is not None and prefilled is not None and out.checkpoints is not None:
-        layers = _put(layers, prefill.row, prefilled.layers)
-        layers = _put(layers, prefill.checkpoint_row, out.checkpoints.layers)
-    sampled = sample_rows(out.logits, sampling)
-    last = state.tokens.at[jnp.concatenate(slots)].set(sampled, mode="drop")
+    sampled = sample_rows(logits, sampling)
+    last = state.tokens.at[jnp.concatenate(parts)].set(sampled, mode="drop")
     return sampled, DeviceState(layers, last)
 
 
-_NOWHERE = 2**31 - 1
+@functools.partial(jax.jit, donate_argnames=("state",))
+def copy_rows(state: DeviceState, source: jax.Array, destination: jax.Array) -> DeviceState:
+    """Copies rows of the KDA pools, int32 [N] each; a destination past the last is nowhere.
 
+    A request that starts from a checkpoint gets a copy, for its steps change the row and other
+    requests may start from it, too.
+    """
 
-def _with(batch: Batch, **changes: jax.Array) -> Batch:
-    return dataclasses.replace(batch, **changes)
-
-
-def _take(layers: tuple[LayerState, ...], rows: jax.Array, pages: bool) -> tuple:
-    """The states in these rows of the pools; the pages, all of them, or not."""
-
-    def take(layer: LayerState) -> LayerState | None:
-        if isinstance(layer, KDAState):
-            return jax.tree.map(lambda pool: pool.at[rows].get(mode="clip"), layer)
-        return layer if pages else None
-
-    return tuple(map(take, layers))
-
-
-def _put(layers: tuple[LayerState, ...], rows: jax.Array, after: tuple) -> tuple[LayerState, ...]:
-    """The pools with these states in their rows; the pages after the step."""
-
-    def put(layer: LayerState, new: LayerState | None) -> LayerState:
-        if new is None:
-            return layer
+    def copy(layer: LayerState) -> LayerState:
         if not isinstance(layer, KDAState):
-            return new
+            return layer
         return jax.tree.map(
-            lambda pool, x: pool.at[rows].set(x.astype(pool.dtype), mode="drop"), layer, new
+            lambda pool: pool.at[destination].set(pool.at[source].get(mode="clip"), mode="drop"),
+            layer,
         )
 
-    return tuple(map(put, layers, after))
+    return state._replace(layers=tuple(map(copy, state.layers)))
