@@ -13,12 +13,24 @@ change from step to step without a retrace; nothing here reads a device value.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 
+from .conv_math import convolve, step, token_positions
 from .metadata import ChunkMetadata
+from .pool import StepPool, around_rows
+from .pool_arguments import bind_rows, bind_step_rows, check_cache
+from .types import StatePool
+
+__all__ = [
+    "ConvPoolResult",
+    "ConvResult",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "token_positions",
+]
 
 
 class ConvResult(NamedTuple):
@@ -29,20 +41,14 @@ class ConvResult(NamedTuple):
     checkpoint_state: jax.Array
 
 
-def token_positions(metadata: ChunkMetadata, num_rows: int) -> jax.Array:
-    """Position of each packed row inside its sequence, int32 [num_rows]; -1: padding."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    if metadata.seqs.shape[0] == 0:
-        return jnp.full_like(rows, -1)
-    first = jnp.asarray(metadata.seqs)[:, 0]
-    end = first + jnp.maximum(jnp.asarray(metadata.seqs)[:, 1], 0)
-    # Ends never decrease and an empty sequence ends where it starts, so the first end past a row
-    # belongs to the row's sequence.
-    sequence = jnp.searchsorted(end, rows, side="right", method="scan_unrolled")
-    start = first[jnp.minimum(sequence, end.shape[0] - 1)]
-    return jnp.where(sequence < end.shape[0], rows - start, -1)
+class ConvPoolResult(NamedTuple):
+    """y [T, C]; state_cache: the pool after the call, what it does not write as it was."""
+
+    y: jax.Array
+    state_cache: jax.Array
 
 
+@overload
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -51,7 +57,33 @@ def causal_conv1d(
     initial_state: jax.Array | None = None,
     has_initial_state: jax.Array | None = None,
     activation: str | None = "silu",
-) -> ConvResult:
+) -> ConvResult: ...
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    *,
+    has_initial_state: jax.Array | None = None,
+    state_cache: jax.Array,
+    state_indices: Any,
+    checkpoint_state_indices: Any = None,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+) -> ConvPoolResult: ...
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    metadata: ChunkMetadata,
+    *,
+    initial_state: jax.Array | None = None,
+    has_initial_state: jax.Array | None = None,
+    state_cache: jax.Array | None = None,
+    state_indices: Any = None,
+    checkpoint_state_indices: Any = None,
+    first_channel: int = 0,
+    activation: str | None = "silu",
+) -> ConvResult | ConvPoolResult:
     """Depthwise causal convolution of packed sequences, with states at the end and inside.
 
     Args:
@@ -62,145 +94,116 @@ def causal_conv1d(
       initial_state: [N, C, W-1] in x's dtype, oldest row first. None: zeros.
       has_initial_state: bool [N]; a False row starts from zeros, whatever its state holds. None:
         every row has one if initial_state is given.
+      state_cache: instead of initial_state, a pool of windows [R, C', S] in x's dtype: channels
+        first_channel .. first_channel + C - 1 and columns 0 .. W-2 of a row are its window. Other
+        channels (of other convolutions) and columns (of drafted tokens) stay as they are.
+      state_indices, checkpoint_state_indices: int32 [N] and [M], rows of the pool; what they mean,
+        and how a pool is donated, is said at `kda_jax.chunk_kda_prefill`.
       activation: "silu" or None.
 
     Returns:
       ConvResult. y is accumulated in float32 (float64 for a float64 x). final_state holds the last
       W-1 raw rows of each sequence, checkpoint_state those before each checkpoint's offset, which
       is what final_state would be if the sequence ended there. A sequence shorter than W-1 shifts
-      its old state. Rows of padding are zeros.
+      its old state. Rows of padding are zeros. With state_cache ConvPoolResult.
 
     Raises:
       ValueError: a wrong shape or dtype, naming the argument and what it should be.
     """
     _check(x, weight, metadata, initial_state, has_initial_state, activation)
-    return _convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
+    if state_cache is None and state_indices is None:
+        if checkpoint_state_indices is not None:
+            raise ValueError("checkpoint_state_indices is given without state_cache; pass both")
+        if has_initial_state is not None and initial_state is None:
+            raise ValueError(
+                "has_initial_state is given without initial_state: pass both or neither"
+            )
+        return ConvResult(
+            *convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
+        )
+    if initial_state is not None:
+        raise ValueError("initial_state and state_cache are both given: want one of them")
+    _check_cache(state_cache, state_indices, x, weight, first_channel)
+    pool = bind_rows(
+        state_cache, state_indices, has_initial_state, checkpoint_state_indices, metadata
+    )
+    return _convolve_in_pool(
+        x, weight, metadata, pool, first_channel=first_channel, activation=activation
+    )
 
 
 def causal_conv1d_step(
-    x: jax.Array, weight: jax.Array, state: jax.Array, *, active: jax.Array | None = None
+    x: jax.Array,
+    weight: jax.Array,
+    state: jax.Array | None = None,
+    *,
+    active: jax.Array | None = None,
+    state_cache: jax.Array | None = None,
+    state_indices: Any = None,
+    has_initial_state: jax.Array | None = None,
+    first_channel: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """`causal_conv1d` with silu for one token of each request.
 
     Args:
       x: [R, C]. weight: [C, W]. state: [R, C, W-1] in x's dtype, oldest row first.
       active: bool [R]; a False row keeps its state (its y means nothing). None: all.
+      state_cache: instead of state, a pool as in `causal_conv1d`, with first_channel.
+      state_indices: int32 [R], the row of each request. Negative: it starts from zeros, and
+        nothing is written.
+      has_initial_state: bool [R], with state_cache only: a False row starts from zeros. None: all
+        have one.
 
     Returns:
-      y [R, C] in x's dtype, and the new state.
+      y [R, C] in x's dtype, and the new state, or the pool after the step.
 
     Raises:
-      ValueError: state does not fit x and weight.
+      ValueError: state or state_cache does not fit x and weight, or both are given.
     """
-    want = (*x.shape, weight.shape[1] - 1)
-    if state.shape != want or state.dtype != x.dtype:
-        raise ValueError(
-            f"state is {state.dtype} {state.shape}, want {x.dtype} {want}: [rows, channels, W - 1]"
-        )
-    window = jnp.concatenate([state, x[..., None]], axis=2)
-    y = _weighted_sum([window[..., j] for j in range(weight.shape[1])], weight, "silu")
-    after = window[..., 1:]
-    return y, after if active is None else jnp.where(active[:, None, None], after, state)
+    if state_cache is None and state_indices is None:
+        if has_initial_state is not None:
+            raise ValueError("has_initial_state is given without state_cache; pass both")
+        want = (*x.shape, weight.shape[1] - 1)
+        if state is None or state.shape != want or state.dtype != x.dtype:
+            have = None if state is None else f"{state.dtype} {state.shape}"
+            raise ValueError(f"state is {have}, want {x.dtype} {want}: [rows, channels, W - 1]")
+        return step(x, weight, state, active)
+    if state is not None:
+        raise ValueError("state and state_cache are both given: want one of them")
+    _check_cache(state_cache, state_indices, x, weight, first_channel)
+    rows = bind_step_rows(state_cache, state_indices, has_initial_state, active, x.shape[0])
+    return _step_in_pool(x, weight, rows, first_channel=first_channel)
 
 
-@functools.partial(jax.jit, static_argnames=("activation",))
-def _convolve(
+@functools.partial(jax.jit, static_argnames=("first_channel",))
+def _step_in_pool(
+    x: jax.Array, weight: jax.Array, pool: StepPool, *, first_channel: int
+) -> tuple[jax.Array, jax.Array]:
+    within = _window_of(x, weight, first_channel)
+    y, after = step(x, weight, pool.read(*within), None)
+    return y, pool.write(after, *within)
+
+
+@functools.partial(jax.jit, static_argnames=("first_channel", "activation"))
+def _convolve_in_pool(
     x: jax.Array,
     weight: jax.Array,
     metadata: ChunkMetadata,
-    initial_state: jax.Array | None,
-    has_initial_state: jax.Array | None,
+    pool: StatePool,
     *,
+    first_channel: int,
     activation: str | None,
-) -> ConvResult:
-    num_rows, width = x.shape[0], weight.shape[1]
-    seqs, checkpoints = jnp.asarray(metadata.seqs), jnp.asarray(metadata.checkpoints)
+) -> ConvPoolResult:
+    within = _window_of(x, weight, first_channel)
 
-    state = None
-    if initial_state is not None:
-        used = seqs[:, 1] >= 0
-        if has_initial_state is not None:
-            used = used & has_initial_state
-        state = jnp.where(used[:, None, None], initial_state, jnp.zeros((), x.dtype))
+    def run(state: jax.Array, has: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return convolve(x, weight, metadata, state, has, activation=activation)
 
-    final = _window(x, state, seqs, jnp.arange(seqs.shape[0]), seqs[:, 1], width)
-    # A padded checkpoint row names sequence -1: read any row, then blank it by the offset.
-    offset = jnp.where(checkpoints[:, 0] >= 0, checkpoints[:, 1], -1)
-    inside = _window(x, state, seqs, jnp.maximum(checkpoints[:, 0], 0), offset, width)
-
-    position = token_positions(metadata, num_rows)
-    rows = [
-        jnp.where((position >= lag)[:, None], _shift(x, lag), jnp.zeros((), x.dtype))
-        for lag in range(width - 1, -1, -1)
-    ]
-    y = _weighted_sum(rows, weight, activation)
-    if state is not None and width > 1 and num_rows > 0:
-        y = _write_heads(y, x, state, weight, seqs, activation)
-    return ConvResult(y, final, inside)
+    return ConvPoolResult(*around_rows(run, pool, metadata, *within))
 
 
-def _shift(x: jax.Array, lag: int) -> jax.Array:
-    """Row t becomes row t - lag; the first `lag` rows are zeros."""
-    return jnp.pad(x, ((lag, 0), (0, 0)))[: x.shape[0]]
-
-
-def _weighted_sum(rows: list[jax.Array], weight: jax.Array, activation: str | None) -> jax.Array:
-    """The W rows [..., C] under the taps of one token, oldest first -> that token's output."""
-    dtype = jnp.promote_types(rows[0].dtype, jnp.float32)
-    total = sum(row.astype(dtype) * weight[:, j].astype(dtype) for j, row in enumerate(rows))
-    if activation == "silu":
-        total = jax.nn.silu(total)
-    return jnp.asarray(total, rows[0].dtype)
-
-
-def _write_heads(
-    y: jax.Array,
-    x: jax.Array,
-    state: jax.Array,
-    weight: jax.Array,
-    seqs: jax.Array,
-    activation: str | None,
-) -> jax.Array:
-    """Overwrite the first W-1 outputs of each sequence: the only ones that see its old state.
-
-    Working on N * (W-1) rows instead of selecting among T rows keeps the cost of a state off the
-    long dimension.
-    """
-    num_rows, reach = x.shape[0], weight.shape[1] - 1
-    first, length = seqs[:, 0:1], seqs[:, 1:2]
-    step = jnp.arange(reach)[None, :]
-    index = first + step
-    head = x[jnp.minimum(index, num_rows - 1)]
-    window = jnp.concatenate([state.swapaxes(1, 2), head], axis=1)  # [N, 2 (W-1), C]
-    out = _weighted_sum([window[:, j : j + reach] for j in range(reach + 1)], weight, activation)
-    # A short sequence has fewer rows than that: what lies past its end goes out of range.
-    index = jnp.where(step < length, index, num_rows)
-    return y.at[index.reshape(-1)].set(out.reshape(-1, out.shape[-1]), mode="drop")
-
-
-def _window(
-    x: jax.Array,
-    state: jax.Array | None,
-    seqs: jax.Array,
-    sequence: jax.Array,
-    offset: jax.Array,
-    width: int,
-) -> jax.Array:
-    """The W-1 raw rows before token `offset` of each named sequence: [R, C, W-1]; offset -1: 0."""
-    rows, channels, reach = sequence.shape[0], x.shape[1], width - 1
-    if rows == 0 or seqs.shape[0] == 0 or reach == 0:
-        return jnp.zeros((rows, channels, reach), x.dtype)
-    zero = jnp.zeros((), x.dtype)
-    source = x if x.shape[0] else jnp.zeros((1, channels), x.dtype)
-    token = offset[:, None] - reach + jnp.arange(reach)[None, :]  # [R, W-1], negative: old rows
-    index = jnp.clip(seqs[sequence, 0][:, None] + token, 0, source.shape[0] - 1)
-    taken = source[index].swapaxes(1, 2)
-    old = zero
-    if state is not None:
-        column = jnp.clip(token + reach, 0, reach - 1)
-        old = jnp.take_along_axis(state[sequence], column[:, None, :], axis=2)
-    window = jnp.where((token >= 0)[:, None, :], taken, old)
-    return jnp.where((offset >= 0)[:, None, None], window, zero)
+def _window_of(x: jax.Array, weight: jax.Array, first_channel: int) -> tuple[slice, slice]:
+    return slice(first_channel, first_channel + x.shape[1]), slice(0, weight.shape[1] - 1)
 
 
 def _check(
@@ -247,12 +250,30 @@ def _check(
             )
     if has_initial_state is None:
         return
-    if initial_state is None:
-        raise ValueError("has_initial_state is given without initial_state: pass both or neither")
     if has_initial_state.shape != (sequences,) or has_initial_state.dtype != jnp.bool_:
         raise ValueError(
             f"has_initial_state is {has_initial_state.dtype} {has_initial_state.shape},"
             f" want bool ({sequences},)"
+        )
+
+
+def _check_cache(
+    state_cache: Any, state_indices: Any, x: jax.Array, weight: jax.Array, first_channel: int
+) -> None:
+    check_cache("state_cache", state_cache, "state_indices", state_indices)
+    channels, width = x.shape[1], weight.shape[1]
+    if isinstance(first_channel, bool) or not isinstance(first_channel, int) or first_channel < 0:
+        raise ValueError(f"first_channel is {first_channel!r}, want an integer of at least 0")
+    shape = tuple(state_cache.shape)
+    if len(shape) != 3 or shape[1] < first_channel + channels or shape[2] < width - 1:
+        raise ValueError(
+            f"state_cache has shape {shape}, want at least (R, {first_channel + channels}, "
+            f"{width - 1}): [rows, channels up to the last of x, W - 1]"
+        )
+    if state_cache.dtype != x.dtype:
+        raise ValueError(
+            f"state_cache is {state_cache.dtype}, x is {x.dtype}: the pool holds rows of x, keep it"
+            " in x's dtype"
         )
 
 

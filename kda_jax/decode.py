@@ -6,10 +6,13 @@ rows that each have their own state. Rows are independent, so idle ones may take
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from .gate import activate
+from .pool_arguments import bind_step_rows, check_cache, check_states
 from .scan import recurrence
 from .types import Gate, KDAConfig, KDAInputs
 
@@ -22,9 +25,12 @@ def kda_decode_step(
     raw_beta: jax.Array,
     A_log: jax.Array,
     dt_bias: jax.Array,
-    state: jax.Array,
+    state: jax.Array | None = None,
     *,
     active: jax.Array | None = None,
+    state_cache: jax.Array | None = None,
+    state_indices: Any = None,
+    has_initial_state: jax.Array | None = None,
     scale: float | None = None,
     lower_bound: float | None = -5.0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -37,20 +43,24 @@ def kda_decode_step(
       A_log: ``[H]``. dt_bias: ``[H, K]``.
       state: ``[R, H, V, K]`` float32 (float64 with float64 inputs).
       active: bool ``[R]``; a False row keeps its state and has zeros for an output. None: all.
+      state_cache: instead of state, a pool of states ``[P, H, V, K]``, of which each request has a
+        row. Donate it to the jitted step, and it is updated where it lies.
+      state_indices: int32 ``[R]``, the row of each request; those that are active must differ.
+        Negative: it starts from zeros, and nothing is written. NumPy indices are checked; one
+        outside of the pool is skipped on the device.
+      has_initial_state: bool ``[R]``, with state_cache only: a False row is written without being
+        read; it starts from zeros. None: all are read.
       scale: factor on the outputs; None is ``K ** -0.5``.
       lower_bound: of the bounded gate, in [-5, 0); None selects the softplus gate.
 
     Returns:
-      out ``[R, H, V]`` in v's dtype, and the new state.
+      out ``[R, H, V]`` in v's dtype, and the new state, or the pool after the step: rows that it
+      does not write keep their bits.
 
     Raises:
-      ValueError: state does not fit the rows.
+      ValueError: state or state_cache does not fit the rows, or both are given.
     """
     R, H, K = q.shape
-    if state.shape != (R, H, v.shape[-1], K):
-        raise ValueError(
-            f"state has shape {state.shape}, want {(R, H, v.shape[-1], K)}: one row per token"
-        )
     gate: Gate = "softplus" if lower_bound is None else "bounded"
     config = KDAConfig(
         scale=K**-0.5 if scale is None else scale,
@@ -61,5 +71,21 @@ def kda_decode_step(
     )
     valid = jnp.ones((R,), jnp.bool_) if active is None else active
     inputs = KDAInputs(q, k, v, raw_g, raw_beta, A_log, dt_bias, None, None)
-    state, out = jax.vmap(recurrence)(state, activate(inputs, config, valid))
-    return out.astype(v.dtype), state
+    want = (H, v.shape[-1], K)
+    step = jax.vmap(recurrence)
+    token = activate(inputs, config, valid)
+    if state_cache is not None or state_indices is not None:
+        if state is not None:
+            raise ValueError("state and state_cache are both given: want one of them")
+        check_cache("state_cache", state_cache, "state_indices", state_indices)
+        check_states(state_cache, want, "[P, H, V, K]", inputs)
+        pool = bind_step_rows(state_cache, state_indices, has_initial_state, active, R)
+        after, out = step(pool.read(), token)
+        return out.astype(v.dtype), pool.write(after)
+    if has_initial_state is not None:
+        raise ValueError("has_initial_state is given without state_cache; pass both")
+    if state is None or state.shape != (R, *want):
+        have = None if state is None else state.shape
+        raise ValueError(f"state has shape {have}, want {(R, *want)}: one row per token")
+    after, out = step(state, token)
+    return out.astype(v.dtype), after

@@ -1,9 +1,10 @@
 """What `jax.export` needs to know of this library.
 
-Importing the package makes `KDAResult` and `ChunkMetadata` serializable, so that they may be
-results and arguments of an exported function, and registers the custom call, so that a process
-that only loads an exported program can run it. A program that may contain the custom call needs one
-safety check off when it is exported, since JAX promises stability for its own calls only::
+Importing the package makes `KDAResult`, `KDAPoolResult` and `ChunkMetadata` serializable, so that
+they may be results and arguments of an exported function, and registers the custom call, so that a
+process that only loads an exported program can run it. A program that may contain the custom call
+needs one safety check off when it is exported, since JAX promises stability for its own calls
+only::
 
     checks = kda_jax.export_checks()
     jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)
@@ -21,7 +22,7 @@ from jax import export as jax_export
 
 from .metadata import Capacity, ChunkMetadata
 from .native import TARGET, status
-from .types import KDAResult
+from .types import KDAPoolResult, KDAResult
 
 
 def export_checks() -> list[jax_export.DisabledSafetyCheck]:
@@ -40,6 +41,7 @@ def _unpack(data: bytes) -> tuple[int, Capacity]:
 
 
 jax_export.register_namedtuple_serialization(KDAResult, serialized_name="kda_jax.KDAResult")
+jax_export.register_namedtuple_serialization(KDAPoolResult, serialized_name="kda_jax.KDAPoolResult")
 jax_export.register_pytree_node_serialization(
     ChunkMetadata,
     serialized_name="kda_jax.ChunkMetadata",

@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .metadata import ChunkMetadata
-from .types import Backend, KDAConfig, KDAInputs, KDAResult
+from .types import KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
 
 def split_over_heads(
@@ -92,20 +92,26 @@ def varying_like(inputs: Any, result: KDAResult) -> KDAResult:
 
 
 def run_on_auto_axes(
-    backend: Backend, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata
-) -> KDAResult:
-    """Runs a backend, with the explicit axes of a mesh handed to the partitioner.
+    run: Callable[[KDAInputs, StatePool | None, ChunkMetadata], KDAResult | KDAPoolResult],
+    inputs: KDAInputs,
+    pool: StatePool | None,
+    metadata: ChunkMetadata,
+) -> KDAResult | KDAPoolResult:
+    """``run(inputs, pool, metadata)`` with the explicit axes of a mesh handed to the partitioner.
 
     On explicit axes, the default of `jax.make_mesh`, JAX wants to know the sharding of every
     intermediate array. The results are sharded over heads as v is, and over nothing else.
     """
     sharding = jax.typeof(inputs.v).sharding
     if not sharding.mesh.explicit_axes:
-        return backend.run(inputs, config, metadata)
+        return run(inputs, pool, metadata)
     by_head = NamedSharding(sharding.mesh, PartitionSpec(None, sharding.spec[1]))
-    run = jax.sharding.auto_axes(
-        lambda inputs, metadata: backend.run(inputs, config, metadata),
-        axes=sharding.mesh.explicit_axes,
-        out_sharding=KDAResult(by_head, by_head, by_head),  # type: ignore[arg-type]
+    shardings = (
+        KDAResult(by_head, by_head, by_head)  # type: ignore[arg-type]
+        if pool is None
+        else KDAPoolResult(by_head, by_head)  # type: ignore[arg-type]
     )
-    return run(inputs, metadata)
+    automatic = jax.sharding.auto_axes(
+        run, axes=sharding.mesh.explicit_axes, out_sharding=shardings
+    )
+    return automatic(inputs, pool, metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -30,6 +30,40 @@ class KDAResult(NamedTuple):
     out: jax.Array
     final_state: jax.Array
     checkpoint_state: jax.Array
+
+
+class KDAPoolResult(NamedTuple):
+    """What a prefill returns that reads and writes its states in a pool.
+
+    Attributes:
+      out: as in `KDAResult`.
+      state_cache: the pool after the call. Rows that the call does not write are those of the pool
+        before it, bit for bit.
+    """
+
+    out: jax.Array
+    state_cache: jax.Array
+
+
+class StatePool(NamedTuple):
+    """A pool of states and the rows of it that one call uses; all device arrays.
+
+    Attributes:
+      states: ``[R, H, V, K]``, or ``[R, H, K, V]`` with ``state_layout="kv"``, in the compute
+        dtype.
+      state_indices: int32 ``[N]``, the row of each sequence: its initial state before the call and
+        its final state after it. Outside of 0..R-1: the sequence starts from zeros and its final
+        state is not written.
+      has_initial_state: bool ``[N]``; a False row is not read (the sequence starts from zeros),
+        but written.
+      checkpoint_state_indices: int32 ``[M]``, the row for the state at each checkpoint; outside of
+        0..R-1: not written.
+    """
+
+    states: jax.Array
+    state_indices: jax.Array
+    has_initial_state: jax.Array
+    checkpoint_state_indices: jax.Array
 
 
 @dataclass(frozen=True)
@@ -104,6 +138,9 @@ class CallSpec:
 class Backend(Protocol):
     """An implementation of the operator. Objects must be hashable (they are static under jit).
 
+    A backend that can read and write the rows of a state pool by itself also is a `PoolBackend`;
+    for any other one the rows are gathered before `run` and scattered after it.
+
     Attributes:
       name: the name that selects it, unique in the registry.
       checkpoint_alignment: None when the backend cannot export states inside a prompt, 1 when it
@@ -122,4 +159,19 @@ class Backend(Protocol):
 
     def run(self, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:
         """Computes the operator; traced under jit, so it must not depend on array values."""
+        ...
+
+
+@runtime_checkable
+class PoolBackend(Protocol):
+    """The optional part of a `Backend`: states that stay in their pool."""
+
+    def run_in_pool(
+        self, inputs: KDAInputs, pool: StatePool, config: KDAConfig, metadata: ChunkMetadata
+    ) -> KDAPoolResult:
+        """`Backend.run` with the states in ``pool``; `inputs` has no initial_state.
+
+        Indices are not checked: one outside of the pool means no row, and so does any index of a
+        padded sequence or checkpoint. No other row of the pool may change.
+        """
         ...

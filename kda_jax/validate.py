@@ -102,18 +102,22 @@ def check_state(
     if has_initial_state is not None:
         if initial_state is None:
             raise ValueError("has_initial_state is given without initial_state; pass both")
-        if not isinstance(has_initial_state, jax.Array | np.ndarray):
-            raise ValueError(
-                f"has_initial_state is a {type(has_initial_state).__name__}, "
-                f"want a bool array of shape {want[:1]}"
-            )
-        if has_initial_state.dtype != jnp.bool_:
-            raise ValueError(f"has_initial_state has dtype {has_initial_state.dtype}, want bool")
-        check_shape("has_initial_state", has_initial_state, want[:1], "[N], one per sequence")
+        check_flags("has_initial_state", has_initial_state, want[0], "[N], one per sequence")
     if initial_state is not None:
         check_floating("initial_state", initial_state)
         axes = "[N, H, V, K]" if layout == "vk" else "[N, H, K, V]"
         check_shape("initial_state", initial_state, want, f"{axes} with state_layout={layout!r}")
+
+
+def check_flags(name: str, flags: Any, size: int, axes: str) -> None:
+    """A bool array ``[size]``."""
+    if not isinstance(flags, jax.Array | np.ndarray):
+        raise ValueError(
+            f"{name} is a {type(flags).__name__}, want a bool array of shape {(size,)}"
+        )
+    if flags.dtype != jnp.bool_:
+        raise ValueError(f"{name} has dtype {flags.dtype}, want bool")
+    check_shape(name, flags, (size,), axes)
 
 
 def check_options(scale: Any, state_layout: Any, groups: Any) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from programs import BACKENDS, FUSED, assert_trees_equal, count_compiles, needs_fused, quick_jit
 
-from kda_jax import ChunkMetadata, KDAResult, chunk_kda_prefill, ops
+from kda_jax import ChunkMetadata, KDAResult, chunk_kda_prefill
+from kda_jax.call import _run
 from kda_jax.testing import Case, make_case, relative_error
 
 TOKENS, H, K, V = 256, 2, 64, 32
@@ -105,11 +106,11 @@ def test_eager_calls_compile_once(backend: str) -> None:
     def call(metadata: ChunkMetadata) -> None:
         jax.block_until_ready(chunk_kda_prefill(*case.args, metadata=metadata, backend=backend))
 
-    before = ops._run._cache_size()
+    before = _run._cache_size()
     with count_compiles() as compiles:
         for metadata in mixes()[:5]:
             call(metadata)
-    assert len(compiles) == 1 and ops._run._cache_size() == before + 1
+    assert len(compiles) == 1 and _run._cache_size() == before + 1
 
 
 @pytest.mark.parametrize("backend", [FUSED, "scan"])

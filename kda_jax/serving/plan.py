@@ -9,6 +9,7 @@ import numpy as np
 
 from ..grid import Array, as_nested
 from ..metadata import Capacity, ChunkMetadata
+from ..pool_rows import refuse_duplicates, refuse_rows_in_use
 from .arguments import lengths_of
 
 
@@ -77,15 +78,9 @@ class CheckpointPlan:
                 f"rows has {rows.size} entries for {self.num_checkpoints} checkpoints: allocate "
                 "num_checkpoints rows"
             )
-        used = rows[rows >= 0]
-        values, counts = np.unique(used, return_counts=True)
-        if (counts > 1).any():
-            raise ValueError(f"rows holds {values[counts > 1][0]} twice; each checkpoint needs one")
-        both = np.intersect1d(used, lengths_of("in_use", in_use, least=None))
-        if both.size:
-            raise ValueError(
-                f"rows holds {both[0]}, which is in use in this step; take a row that is free"
-            )
+        refuse_duplicates("rows", rows, "each checkpoint needs one")
+        used = lengths_of("in_use", in_use, least=None)
+        refuse_rows_in_use("rows", rows, used, "which is in use in this step")
         return dataclasses.replace(self, destination=rows)
 
     def metadata(
