@@ -1,7 +1,9 @@
 """Serving: cache specs, checkpoint positions, prefix reuse, and an engine that uses them."""
 
 from ..pool_rows import StepRows, step_rows
+from .build import build_engine
 from .cache_stats import CacheStats
+from .engine import Engine, EngineBusyError, EngineClosedError
 from .engine_config import EngineConfig, PoolSizes
 from .hashing import chain_hashes
 from .lease import Freed, Lease
@@ -14,12 +16,16 @@ from .rule import CheckpointRule
 from .running import StepPlan
 from .scheduler import Scheduler, SchedulerStats
 from .spec import KDACacheSpec, kda_cache_specs
+from .warm import warm
 
 __all__ = [
     "NULL_BLOCK",
     "CacheStats",
     "CheckpointPlan",
     "CheckpointRule",
+    "Engine",
+    "EngineBusyError",
+    "EngineClosedError",
     "EngineConfig",
     "Freed",
     "KDACacheSpec",
@@ -34,8 +40,10 @@ __all__ = [
     "SchedulerStats",
     "StepPlan",
     "StepRows",
+    "build_engine",
     "chain_hashes",
     "kda_cache_specs",
     "plan_checkpoints",
     "step_rows",
+    "warm",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from ..grid import Array
 from .arguments import at_least, lengths_of
 
+_log = logging.getLogger(__name__)
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -89,7 +91,10 @@ class Request:
         """Hands the output on; nothing follows the one with a finish_reason."""
         assert not self.finished
         self.finished = output.finish_reason is not None
-        self.on_output(output)
+        try:
+            self.on_output(output)
+        except Exception:  # the client's fault must not end the other requests
+            _log.exception("on_output of a request raised")
 
 
 def prompt_of(tokens: Any, vocab_size: int) -> Array:

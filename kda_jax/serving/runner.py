@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,16 +18,6 @@ from .engine_config import EngineConfig, PoolSizes
 from .running import Decode, Part, StepPlan
 from .sampling import Sampling
 from .step import DecodeInputs, DeviceState, PrefillInputs, copy_rows, empty_state, run_step
-
-
-class Device(Protocol):
-    """What the engine asks of the device. Called by the engine's thread alone."""
-
-    def submit(self, plan: StepPlan) -> Any:
-        """Starts a step behind those submitted before, without waiting; returns a handle."""
-
-    def fetch(self, handle: Any) -> tuple[Array, Array]:
-        """Waits for a step; the tokens of its decodes [D] and of its parts [N]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Runner:
         self._state: DeviceState = empty_state(config, sizes, model.config)
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """See `Device`. Arrays are made anew for every step: the device may still read the last."""
+        """See `engine.Device`. Arrays are made anew: the device may still read the last ones."""
         tokens = sum(part.length for part in plan.parts)
         exports = plan.checkpoints.num_checkpoints > 0
         bucket = self.buckets.find(len(plan.decodes), tokens, exports)
@@ -68,7 +57,7 @@ class Runner:
         return StepHandle(sampled, bucket.decodes)
 
     def fetch(self, handle: StepHandle) -> tuple[Array, Array]:
-        """See `Device`."""
+        """See `engine.Device`."""
         tokens = np.asarray(handle.sampled)
         return tokens[: handle.decodes], tokens[handle.decodes :]
 

@@ -26,7 +26,6 @@ from ..pool_rows import StepRows
 from .engine_config import EngineConfig, PoolSizes
 from .sampling import Sampling, sample_rows
 
-
 Array = Any  # NumPy on the host, traced in the step
 
 
