@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
-from symbolic_device import VOCAB, SymbolicDevice
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from model_cases import k3
+from symbolic_device import VOCAB, SymbolicDevice
 
 from kda_jax.models import from_config
 from kda_jax.serving import Engine, EngineConfig, PoolSizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _BYTES_OF_A_TOKEN = 64  # of a request body, at most: a token number with its co
 def serve(args: argparse.Namespace) -> int:
     """Run the command; 0 when a signal has ended it and all requests were finished."""
     out = screen.console()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if args.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", args.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -22,8 +22,9 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, host: str, port: int) -> None:
+        # log_config: the process decides where logs go, not a library in it.
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_level="warning", lifespan="off"
+            make_app(service), host=host, port=port, log_config=None, lifespan="off"
         )
         super().__init__(config)
         self._engine: Engine = service.engine
