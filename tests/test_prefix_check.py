@@ -119,7 +119,7 @@ class Foreign:
         self.seen.add(prompt[:100])
         key = prompt.rpartition("code of ")[2].partition("?")[0]
         code = prompt.partition(f"The code of {key} is ")[2][:4]
-        usage: dict[str, Any] = {"prompt_tokens": len(prompt) // 4, "completion_tokens": 3}
+        usage: dict[str, Any] = {"prompt_tokens": 240, "completion_tokens": 3}
         if self.cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached if warm else 0}
         return httpx.Response(200, json={"choices": [{"text": f" {code}."}], "usage": usage})
@@ -131,9 +131,9 @@ class Foreign:
         (64, [], 0, "cached tokens are as predicted"),
         (0, [], 1, "B read nothing from A's cache"),
         (None, [], 1, "cached_tokens is missing"),
-        (64, ["--block-size", "64"], 1, "want 128"),
-        (128, ["--block-size", "64"], 0, "as predicted"),
-        (64, ["--block-size", "64", "--drop-draft-block"], 0, "as predicted"),
+        (64, ["--block-size", "64"], 1, "want 192"),
+        (192, ["--block-size", "64"], 0, "as predicted"),
+        (128, ["--block-size", "64", "--drop-draft-block"], 0, "as predicted"),
     ],
 )
 def test_another_kind_of_server(
