@@ -1,6 +1,6 @@
 """The HTTP server on the symbolic device: in a thread of a test, or as a process of its own.
 
-python tests/http_server.py [--delay SECONDS]     prints its URL, as `serve` does
+python tests/http_server.py [--delay SECONDS] [--wrong-when-warm]     prints its URL
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ class SlowDevice(SymbolicDevice):
         return super().fetch(handle)
 
 
+class WrongWhenWarm(SlowDevice):
+    """A prompt that resumes from a checkpoint goes on wrongly."""
+
+    def submit(self, plan: Any) -> Any:
+        decoded, prefilled = super().submit(plan)
+        for i, part in enumerate(plan.parts):
+            if part.running.request.cached_tokens:
+                prefilled[i] = 4 + (prefilled[i] - 3) % (VOCAB - 4)
+                self.slots[part.running.slot] = prefilled[i]
+        return decoded, prefilled
+
+
 def make_service(
     config: EngineConfig = CONFIG,
     device: type[SymbolicDevice] = SymbolicDevice,
@@ -91,8 +103,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--wrong-when-warm", action="store_true")
     args = parser.parse_args()
     SlowDevice.delay = args.delay
-    shared = make_service(device=SlowDevice)
+    shared = make_service(device=WrongWhenWarm if args.wrong_when_warm else SlowDevice)
     with shared.engine:
         Server(shared, "127.0.0.1", args.port).run()

@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import CONFIG, make_service, serving
+from http_server import CONFIG, WrongWhenWarm, make_service, serving
 from server_process import process
-from symbolic_device import SymbolicDevice
 
 from kda_jax.cli import main
 from kda_jax.cli.prefix_prompts import questions
@@ -63,18 +62,6 @@ def test_another_block_size_than_the_server_has(capsys: pytest.CaptureFixture) -
         code, text = check(http, capsys, "--no-answers", "--lengths", "300", "--block-size", "128")
     assert code == 1
     assert "want 256" in text
-
-
-class WrongWhenWarm(SymbolicDevice):
-    """A prompt that resumes from a checkpoint goes on wrongly."""
-
-    def submit(self, plan: Any) -> Any:
-        decoded, prefilled = super().submit(plan)
-        for i, part in enumerate(plan.parts):
-            if part.running.request.cached_tokens:
-                prefilled[i] = 3 + (prefilled[i] - 2) % 90
-                self.slots[part.running.slot] = prefilled[i]
-        return decoded, prefilled
 
 
 def test_a_server_whose_warm_answers_differ(capsys: pytest.CaptureFixture) -> None:
