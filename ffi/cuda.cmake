@@ -36,7 +36,7 @@ target_compile_options(kda_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxe
 if("90a" IN_LIST KDA_CUDA_ARCHITECTURES OR "90a-real" IN_LIST KDA_CUDA_ARCHITECTURES)
   target_compile_definitions(kda_cuda PRIVATE KDA_SM90A)
 endif()
-kda_add_module(_native_cuda CUDA KdaPrefillGpu xla/prefill_gpu.cc)
+kda_add_module(_native_cuda CUDA Gpu xla/prefill_gpu.cc)
 list(JOIN KDA_CUDA_ARCHITECTURES "," architectures)
 target_compile_definitions(_native_cuda PRIVATE KDA_ARCHITECTURES="${architectures}")
 target_link_libraries(_native_cuda PRIVATE kda_cuda)

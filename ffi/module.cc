@@ -19,7 +19,8 @@ PYBIND11_MODULE(KDA_MODULE, m) {
       "handlers",
       [] {
         return std::map<std::string, py::capsule>{
-            {"kda_prefill_v1", py::capsule(reinterpret_cast<void*>(KDA_HANDLER))}};
+            {"kda_prefill_v1", py::capsule(reinterpret_cast<void*>(KDA_HANDLER))},
+            {"kda_prefill_pool_v1", py::capsule(reinterpret_cast<void*>(KDA_POOL_HANDLER))}};
       },
       "Capsules by target name.");
   m.def(

@@ -23,6 +23,7 @@ from .metadata import ChunkMetadata
 from .pool import StepPool, around_rows
 from .pool_arguments import bind_rows, bind_step_rows, check_cache
 from .types import StatePool
+from .validate import check_flags
 
 __all__ = [
     "ConvPoolResult",
@@ -248,13 +249,8 @@ def _check(
                 f"initial_state is {initial_state.dtype}, x is {x.dtype}: the state holds rows"
                 " of x, pass it in x's dtype"
             )
-    if has_initial_state is None:
-        return
-    if has_initial_state.shape != (sequences,) or has_initial_state.dtype != jnp.bool_:
-        raise ValueError(
-            f"has_initial_state is {has_initial_state.dtype} {has_initial_state.shape},"
-            f" want bool ({sequences},)"
-        )
+    if has_initial_state is not None:
+        check_flags("has_initial_state", has_initial_state, sequences, "[N], one per sequence")
 
 
 def _check_cache(

@@ -1,16 +1,16 @@
 """What `jax.export` needs to know of this library.
 
-Importing the package makes `KDAResult`, `KDAPoolResult` and `ChunkMetadata` serializable, so that
-they may be results and arguments of an exported function, and registers the custom call, so that a
-process that only loads an exported program can run it. A program that may contain the custom call
-needs one safety check off when it is exported, since JAX promises stability for its own calls
-only::
+Importing the package makes `ChunkMetadata`, `StepRows`, `KDAResult` and `KDAPoolResult`
+serializable, so that they may be arguments and results of an exported function, and registers the
+custom calls, so that a process that only loads an exported program can run it. A program that may
+contain one needs a safety check off when it is exported, since JAX promises stability for its own
+calls only::
 
     checks = kda_jax.export_checks()
     jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)
 
-The call's name carries a version (`kda_prefill_v1`): under that name its operands never change
-their meaning.
+The names of the calls carry a version (`kda_prefill_v1`, and `kda_prefill_pool_v1` for states in a
+pool): under that name their operands never change their meaning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import json
 from jax import export as jax_export
 
 from .metadata import Capacity, ChunkMetadata
-from .native import TARGET, status
+from .native import POOL_TARGET, TARGET, status
+from .pool_rows import StepRows
 from .types import KDAPoolResult, KDAResult
 
 
 def export_checks() -> list[jax_export.DisabledSafetyCheck]:
-    """The ``disabled_checks`` with which `jax.export.export` accepts the custom call."""
-    return [jax_export.DisabledSafetyCheck.custom_call(TARGET)]
+    """The ``disabled_checks`` with which `jax.export.export` accepts the custom calls."""
+    return [jax_export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, POOL_TARGET)]
 
 
 def _pack(static: tuple[int, Capacity]) -> bytes:
@@ -40,8 +41,8 @@ def _unpack(data: bytes) -> tuple[int, Capacity]:
     return chunk_size, Capacity(*sizes)
 
 
-jax_export.register_namedtuple_serialization(KDAResult, serialized_name="kda_jax.KDAResult")
-jax_export.register_namedtuple_serialization(KDAPoolResult, serialized_name="kda_jax.KDAPoolResult")
+for _kind in (KDAResult, KDAPoolResult, StepRows):
+    jax_export.register_namedtuple_serialization(_kind, serialized_name=f"kda_jax.{_kind.__name__}")
 jax_export.register_pytree_node_serialization(
     ChunkMetadata,
     serialized_name="kda_jax.ChunkMetadata",

@@ -1,8 +1,9 @@
-"""Backend "fused": one XLA FFI custom call, `kda_prefill_v1` (its kernel is in ffi/).
+"""Backend "fused": one XLA FFI custom call, whose kernel is in ffi/.
 
-Four layers, from the inside out: the custom call for each platform; the rule that shards it over
-heads (sharding.py); `custom_vmap`, which folds a batch into the heads; `custom_vjp`, whose backward
-pass is that of the chunked backend.
+Four layers, from the inside out: the custom call for each platform (fused_call.py); the rule that
+shards it over heads (sharding.py); `custom_vmap`, which folds a batch into the heads; `custom_vjp`,
+whose backward pass is that of the chunked backend. Each takes the states by sequence (pool is None)
+or in a pool.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from . import devices, native
 from .chunked import ChunkedBackend
-from .groups import choose_groups
+from .fused_call import custom_call
 from .metadata import ChunkMetadata
-from .sharding import split_over_heads, varying_like
-from .types import CallSpec, KDAConfig, KDAInputs, KDAResult
-from .workspace import workspace
+from .pool import gather_run_scatter
+from .sharding import split_over_heads
+from .types import CallSpec, KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
-_GATES = {"bounded": 0, "softplus": 1, "activated": 2}
 _TILE = 16
 _MAX_GROUPS = 64
 
-Kernel = Callable[[KDAInputs, ChunkMetadata], KDAResult]
+Result = KDAResult | KDAPoolResult
+Kernel = Callable[[KDAInputs, StatePool | None, ChunkMetadata], Result]
 
 
 class FusedBackend:
@@ -71,7 +71,16 @@ class FusedBackend:
         return None
 
     def run(self, inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:
-        return _differentiable(self.portable, self.mixed, config)(inputs, metadata)
+        result = _differentiable(self.portable, self.mixed, config)(inputs, None, metadata)
+        assert isinstance(result, KDAResult)
+        return result
+
+    def run_in_pool(
+        self, inputs: KDAInputs, pool: StatePool, config: KDAConfig, metadata: ChunkMetadata
+    ) -> KDAPoolResult:
+        result = _differentiable(self.portable, self.mixed, config)(inputs, pool, metadata)
+        assert isinstance(result, KDAPoolResult)
+        return result
 
 
 def _wrong_dtypes(spec: CallSpec) -> str | None:
@@ -102,29 +111,33 @@ def _differentiable(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     forward = _batched(portable, mixed, config)
 
     @jax.custom_vjp
-    def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
-        return forward(inputs, metadata)
+    def prefill(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> Result:
+        return forward(inputs, pool, metadata)
 
     def prefill_fwd(
-        inputs: KDAInputs, metadata: ChunkMetadata
-    ) -> tuple[KDAResult, tuple[KDAInputs, ChunkMetadata]]:
+        inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata
+    ) -> tuple[Result, tuple[KDAInputs, StatePool | None, ChunkMetadata]]:
         # Not `forward`, which has no derivative of its own: for the gradient of a gradient.
-        return prefill(inputs, metadata), (inputs, metadata)
+        return prefill(inputs, pool, metadata), (inputs, pool, metadata)
 
     def prefill_bwd(
-        residuals: tuple[KDAInputs, ChunkMetadata], cotangents: KDAResult
-    ) -> tuple[KDAInputs, None]:
-        inputs, metadata = residuals
-        _, pull_back = jax.vjp(lambda x: _chunked(x, metadata, config), inputs)
-        (gradients,) = pull_back(cotangents)
-        return gradients, None
+        residuals: tuple[KDAInputs, StatePool | None, ChunkMetadata], cotangents: Result
+    ) -> tuple[KDAInputs, StatePool | None, None]:
+        inputs, pool, metadata = residuals
+        _, pull_back = jax.vjp(lambda x, y: _chunked(x, y, metadata, config), inputs, pool)
+        return *pull_back(cotangents), None
 
     prefill.defvjp(prefill_fwd, prefill_bwd)
     return prefill
 
 
-def _chunked(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> KDAResult:
-    return _CHUNKED.run(inputs, dataclasses.replace(config, groups=None), metadata)
+def _chunked(
+    inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata, config: KDAConfig
+) -> Result:
+    config = dataclasses.replace(config, groups=None)
+    if pool is None:
+        return _CHUNKED.run(inputs, config, metadata)
+    return gather_run_scatter(lambda x: _CHUNKED.run(x, config, metadata), inputs, pool, metadata)
 
 
 def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:
@@ -150,36 +163,47 @@ def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list
 
 
 def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
-    def prefill(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
+    def prefill(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> Result:
         built = _able(inputs, metadata, config) if portable else native.PLATFORMS
         branches = {
-            p: functools.partial(_custom_call, platform=p, config=config, mixed=mixed)
-            for p in built
+            p: functools.partial(custom_call, platform=p, config=config, mixed=mixed) for p in built
         }
         default = functools.partial(_chunked, config=config) if portable else None
 
-        def kernel(inputs: KDAInputs, metadata: ChunkMetadata) -> KDAResult:
-            return lax.platform_dependent(inputs, metadata, **branches, default=default)
+        def kernel(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> Result:
+            return lax.platform_dependent(inputs, pool, metadata, **branches, default=default)
 
-        return split_over_heads(kernel, inputs, metadata, config)
+        return split_over_heads(kernel, inputs, pool, metadata, config)
 
     batched = custom_vmap(prefill)
 
     @batched.def_vmap
     def rule(
-        size: int, in_batched: Any, inputs: KDAInputs, metadata: ChunkMetadata
-    ) -> tuple[KDAResult, Any]:
-        inputs_batched, metadata_batched = in_batched
-        if any(jax.tree.leaves(metadata_batched)):  # another layout in each: nothing to fold
+        size: int,
+        in_batched: Any,
+        inputs: KDAInputs,
+        pool: StatePool | None,
+        metadata: ChunkMetadata,
+    ) -> tuple[Result, Any]:
+        inputs_batched, _, metadata_batched = in_batched
+        result: Result
+        if pool is not None:  # a pool for each call: the rows of all come to one call by heads
+            axes = jax.tree.map(lambda b: 0 if b else None, in_batched)
+            result = jax.vmap(_gathered, axes, axis_size=size)(inputs, pool, metadata)
+        elif any(jax.tree.leaves(metadata_batched)):  # another layout in each: nothing to fold
             inputs, metadata = jax.tree.map(
                 lambda x, b: x if b else jnp.broadcast_to(x, (size, *x.shape)),
                 (inputs, metadata),
                 (inputs_batched, metadata_batched),
             )
-            result = lax.map(lambda x: batched(*x), (inputs, metadata))
+            result = lax.map(lambda x: batched(x[0], None, x[1]), (inputs, metadata))
         else:
-            result = _unfold(batched(_fold(size, inputs, inputs_batched), metadata), size)
+            folded = batched(_fold(size, inputs, inputs_batched), None, metadata)
+            result = _unfold(folded, size)
         return result, jax.tree.map(lambda _: True, result)
+
+    def _gathered(inputs: KDAInputs, pool: StatePool, metadata: ChunkMetadata) -> KDAPoolResult:
+        return gather_run_scatter(lambda x: batched(x, None, metadata), inputs, pool, metadata)
 
     return batched
 
@@ -217,45 +241,3 @@ def _unfold(result: KDAResult, size: int) -> KDAResult:
         return jnp.moveaxis(x.reshape(rows, heads // size, size, *x.shape[2:]), 2, 0)
 
     return KDAResult(*map(unfold, result))
-
-
-def _custom_call(
-    inputs: KDAInputs, metadata: ChunkMetadata, *, platform: str, config: KDAConfig, mixed: bool
-) -> KDAResult:
-    _, H, K = inputs.q.shape
-    V, (N, M) = inputs.v.shape[-1], (metadata.capacity.sequences, metadata.capacity.checkpoints)
-    groups = config.groups
-    if groups is None:
-        groups = choose_groups(platform, N, H, V, metadata.capacity.chunks)
-    slab, num_bytes = workspace(platform, H, K, V, metadata, groups)
-    state = (V, K) if config.state_layout == "vk" else (K, V)
-    call = jax.ffi.ffi_call(
-        native.TARGET,
-        (
-            jax.ShapeDtypeStruct(inputs.v.shape, inputs.v.dtype),
-            jax.ShapeDtypeStruct((N, H, *state), jnp.float32),
-            jax.ShapeDtypeStruct((M, H, *state), jnp.float32),
-            jax.ShapeDtypeStruct((num_bytes,), jnp.uint8),
-        ),
-    )
-    absent = jnp.zeros((0,), jnp.float32)
-    optional = [absent if x is None else x for x in inputs[5:8]]
-    has = inputs.has_initial_state
-    out, final, saved, _ = call(
-        *inputs[:5],
-        *optional,
-        jnp.zeros((0,), jnp.bool_) if has is None else has,
-        metadata.seqs,
-        metadata.chunks,
-        metadata.checkpoints,
-        scale=np.float32(config.scale),
-        lower_bound=np.float32(config.lower_bound),
-        gate=np.int32(_GATES[config.gate]),
-        chunk_size=np.int32(metadata.chunk_size),
-        groups=np.int32(groups),
-        slab_chunks=np.int32(slab),
-        l2norm=config.l2norm,
-        state_kv=config.state_layout == "kv",
-        mixed=mixed,
-    )
-    return varying_like((inputs, metadata), KDAResult(out, final, saved))

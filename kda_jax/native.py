@@ -22,6 +22,7 @@ from types import ModuleType
 import jax
 
 TARGET = "kda_prefill_v1"
+POOL_TARGET = "kda_prefill_pool_v1"
 PLATFORMS = ("cpu", "cuda", "rocm")
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}
 _MODULES = {"cpu": "_native", "cuda": "_native_cuda", "rocm": "_native_rocm"}

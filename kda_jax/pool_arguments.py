@@ -43,7 +43,7 @@ def bind_step_rows(
         used = True if active is None else active
         check_rows(R, np.where(used, indices, -1) if on_host else None, None)
     everyone = jnp.ones((requests,), jnp.bool_)
-    written = rows_in_use(jnp.asarray(indices), everyone if active is None else active, R)
+    written = rows_in_use(jnp.asarray(to_int32(indices)), everyone if active is None else active, R)
     has = everyone if has_initial_state is None else has_initial_state
     return StepPool(state_cache, jnp.where(has, written, R), written)
 
@@ -101,7 +101,7 @@ def bind_rows(
     else:
         validate.check_flags("has_initial_state", has_initial_state, N, "[N], one per sequence")
     check_indices(state_cache.shape[0], live, saved, metadata)
-    return StatePool(state_cache, live, has_initial_state, saved)
+    return StatePool(state_cache, to_int32(live), has_initial_state, to_int32(saved))
 
 
 def check_states(state_cache: Any, state: tuple[int, ...], axes: str, inputs: KDAInputs) -> None:
@@ -134,16 +134,21 @@ def check_cache(name: str, cache: Any, rows_name: str, rows: Any) -> None:
 
 
 def read_indices(name: str, rows: Any, want: tuple[int, ...], axes: str) -> Any:
-    """int32 indices of that shape; NumPy arrays of other integers are converted."""
+    """int32 indices of that shape, or a NumPy array of other integers; see `to_int32`."""
     if not isinstance(rows, jax.Array | np.ndarray):
         raise ValueError(f"{name} is a {type(rows).__name__}, want an int32 array {axes}")
     validate.check_shape(name, rows, want, axes)
-    if isinstance(rows, np.ndarray) and rows.dtype.kind in "iu":
-        info = np.iinfo(np.int32)
-        return np.clip(rows, info.min, info.max).astype(np.int32)
-    if rows.dtype != jnp.int32:
+    if rows.dtype != jnp.int32 and not (isinstance(rows, np.ndarray) and rows.dtype.kind in "iu"):
         raise ValueError(f"{name} has dtype {rows.dtype}, want int32")
     return rows
+
+
+def to_int32(rows: Any) -> Any:
+    """What `read_indices` let pass, as int32; what does not fit stays outside of any pool."""
+    if rows.dtype == jnp.int32:
+        return rows
+    info = np.iinfo(np.int32)
+    return np.clip(rows, info.min, info.max).astype(np.int32)
 
 
 def check_indices(num_rows: int, live: Any, saved: Any, metadata: ChunkMetadata) -> None:

@@ -8,7 +8,7 @@ sharded over anything else are gathered first. Under `jax.shard_map` the call is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -18,25 +18,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .metadata import ChunkMetadata
 from .types import KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
+Result = TypeVar("Result", bound=KDAResult | KDAPoolResult)
+
 
 def split_over_heads(
-    kernel: Callable[[KDAInputs, ChunkMetadata], KDAResult],
+    kernel: Callable[[KDAInputs, StatePool | None, ChunkMetadata], KDAResult | KDAPoolResult],
     inputs: KDAInputs,
+    pool: StatePool | None,
     metadata: ChunkMetadata,
     config: KDAConfig,
-) -> KDAResult:
-    """Calls ``kernel(inputs, metadata)`` with a Shardy rule that shards heads only.
+) -> KDAResult | KDAPoolResult:
+    """Calls ``kernel(inputs, pool, metadata)`` with a Shardy rule that shards heads only.
 
     Under `jax.shard_map` over all axes of the mesh the call is local and there is no rule to ask.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.are_all_axes_manual:
-        return kernel(inputs, metadata)
+        return kernel(inputs, pool, metadata)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*jax.tree.unflatten(tree, leaves)))
 
-    rule = sharding_rule(inputs, config)
+    rule = sharding_rule(inputs, pool, config)
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
         # The shapes carry the shardings that the caller has, also of what must come whole.
@@ -50,30 +53,36 @@ def split_over_heads(
         operands, results = map(shardings, rule.split("->"))
         return mesh, flat, results, operands
 
-    leaves, tree = jax.tree.flatten((inputs, metadata))
+    leaves, tree = jax.tree.flatten((inputs, pool, metadata))
     call = custom_partitioning(flat)
     call.def_partition(
         partition=partition,
         sharding_rule=rule,
         # In the order in which the factors appear in the rule, as Shardy wants it.
-        need_replication_factors=tuple("tkvnwcmz"),
+        need_replication_factors=tuple(f for f in dict.fromkeys(rule) if f.isalpha() and f != "h"),
     )
-    return varying_like(leaves, KDAResult(*call(*leaves)))
+    kind = KDAResult if pool is None else KDAPoolResult
+    return varying_like(leaves, kind(*call(*leaves)))
 
 
-def sharding_rule(inputs: KDAInputs, config: KDAConfig) -> str:
+def sharding_rule(inputs: KDAInputs, pool: StatePool | None, config: KDAConfig) -> str:
     """The Shardy rule of the call; every factor but ``h`` (heads) must be replicated.
 
-    t: tokens, k and v: channels, n: sequences, c: chunks, m: checkpoints, w and z: table columns.
+    t: tokens, k and v: channels, n: sequences, c: chunks, m: checkpoints, r: rows of a pool, w and
+    z: table columns.
     """
     state = "h v k" if config.state_layout == "vk" else "h k v"
     rules = ("t h k", "t h k", "t h v", "t h k", "t h", "h", "h k", f"n {state}", "n")
     operands = [rule for rule, x in zip(rules, inputs, strict=True) if x is not None]
+    results = f"t h v, n {state}, m {state}"
+    if pool is not None:
+        operands += [f"r {state}", "n", "n", "m"]
+        results = f"t h v, r {state}"
     tables = ["n w", "c w", "m z"]
-    return ", ".join(operands + tables) + f" -> t h v, n {state}, m {state}"
+    return ", ".join(operands + tables) + f" -> {results}"
 
 
-def varying_like(inputs: Any, result: KDAResult) -> KDAResult:
+def varying_like(inputs: Any, result: Result) -> Result:
     """Types the results of an opaque call as differing between devices wherever an input does.
 
     `jax.shard_map` keeps track of that, and cannot look into the call.
@@ -88,7 +97,7 @@ def varying_like(inputs: Any, result: KDAResult) -> KDAResult:
         missing = tuple(sorted(varying - axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return KDAResult(*map(cast, result))
+    return type(result)(*map(cast, result))
 
 
 def run_on_auto_axes(

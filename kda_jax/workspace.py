@@ -26,14 +26,21 @@ class Workspace(NamedTuple):
 
 
 def workspace(
-    platform: str, H: int, K: int, V: int, metadata: ChunkMetadata, groups: int = 1
+    platform: str,
+    H: int,
+    K: int,
+    V: int,
+    metadata: ChunkMetadata,
+    groups: int = 1,
+    in_pool: bool = False,
 ) -> Workspace:
     """The workspace of a call on "cpu", "cuda" or "rocm".
 
     A chunk of one head leaves w, qg and kg ``[C, K]``, the lower 16 x 16 tiles of Aqk ``[C, C]``
     and u ``[C, V]`` in the target's operand type, the decay ``[K]`` in float32 and 128 bytes of
     flags (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]``
-    (ffi/kernel/group_scan.h). The last bytes are the status of the call (ffi/kernel/schedule.h).
+    (ffi/kernel/group_scan.h). With states in a pool and more than one slab, two states wait between
+    slabs. The last bytes are the status of the call (ffi/kernel/schedule.h).
     """
     C, capacity = metadata.chunk_size, metadata.capacity
     tiles = C // _TILE
@@ -45,4 +52,5 @@ def workspace(
         slots = 4 * capacity.sequences * H * groups * (V + K) * K
         return Workspace(slab, slab * chunk + slots + status)
     slab = max(1, min(capacity.chunks, _SLAB_BYTES[platform] // chunk))
-    return Workspace(slab, slab * chunk + status)
+    waiting = 2 * 4 * H * K * V if in_pool and slab < capacity.chunks else 0
+    return Workspace(slab, slab * chunk + waiting + status)

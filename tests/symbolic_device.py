@@ -23,6 +23,14 @@ def next_token(tokens: Sequence[int]) -> int:
     return 3 + zlib.crc32(np.asarray(tokens, "<i4").tobytes()) % (VOCAB - 3)
 
 
+def names(tokens: Sequence[int]) -> list[int]:
+    """Of each token, with all that came before it."""
+    found = [0]
+    for token in np.asarray(tokens, "<i4"):
+        found.append(zlib.crc32(token.tobytes(), found[-1]))
+    return found[1:]
+
+
 def continuation(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
     """What a request should get, one token at a time."""
     tokens = [int(token) for token in prompt]
@@ -91,16 +99,12 @@ class SymbolicDevice:
         self.fetched += 1
         return handle
 
-    def _name(self, tokens: Sequence[int], position: int) -> int:
-        return zlib.crc32(np.asarray(tokens[: position + 1], "<i4").tobytes())
-
     def _check_blocks(self, table: np.ndarray, tokens: Sequence[int]) -> None:
-        for position in range(len(tokens)):
+        for position, name in enumerate(names(tokens)):
             block = self.blocks[table[position // self._block]]
-            held = block.get(position % self._block)
-            assert held == self._name(tokens, position), "an MLA row of another prefix"
+            assert block.get(position % self._block) == name, "an MLA row of another prefix"
 
     def _write(self, table: np.ndarray, tokens: Sequence[int], first: int) -> None:
-        for position in range(first, len(tokens)):
+        for position, name in enumerate(names(tokens)[first:], first):
             block = self.blocks[table[position // self._block]]
-            block[position % self._block] = self._name(tokens, position)
+            block[position % self._block] = name

@@ -43,12 +43,12 @@ KDA_FN void fill(const S& s) {
     for (int64_t i = threadIdx.x; i < size; i += blockDim.x) to[i] = from ? from[i] : 0.0f;
   };
   for (int64_t n = blockIdx.x; n < p.N; n += gridDim.x) {
-    const SeqRow row = s.seq_row(n);
-    if (row.num_chunks > 0) continue;
-    const bool keep = row.length == 0 && s.starts_from_state(n);
-    clear(p.final_state + n * size, keep ? p.initial_state + n * size : nullptr);
+    if (s.leaves_final_state(n)) continue;
+    const int64_t row = live_row(p, n);
+    const bool keep = s.seq_row(n).length == 0 && s.starts_from_state(n);
+    clear(p.final_state + row * size, keep ? p.initial_state + row * size : nullptr);
   }
-  for (int64_t m = blockIdx.x; m < p.M; m += gridDim.x)
+  for (int64_t m = blockIdx.x; m < p.M && !p.in_pool; m += gridDim.x)
     if (p.checkpoints[2 * m] < 0) clear(p.checkpoint_state + m * size, nullptr);
   int64_t used = 0;
   if (p.N > 0) {  // sequences lie one after the other; padding has length -1

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
       if (n + 1 < count) load_ahead(n + 1);
       publish();
       W::watch(beyond, x, from_prologue, chunk.first + part * kTile);
-      if (chunk.checkpoint >= 0) save(s.state_of(p.checkpoint_state, chunk.checkpoint, head));
+      if (float* to = s.checkpoint_state(chunk.checkpoint, head)) save(to);
     } else {
       W::output_of_chunk(x, v, NT, [&](int j) -> decltype(auto) { return (second[j]); });
       if (n + 1 < count) load_ahead(n + 1);
@@ -134,8 +134,10 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
     }
     __syncthreads();
   }
+  // A warp writes its channels, whose values depend on all tokens.
+  const bool any_beyond = p.in_pool && __syncthreads_or(beyond != kNone);
   if (recurrence) {
-    save(s.state_of(p.final_state, seq, head));
+    if (float* to = s.exit(seq, head, slice, any_beyond)) save(to);
     s.report(beyond, seq, head, slice);
   }
 }

@@ -100,13 +100,13 @@ struct HostDriver {
     const int64_t row = int64_t(p.H) * p.V * (p.v.type == DType::kF32 ? 4 : 2);
     clear(static_cast<char*>(p.out) + used * row, (p.T - used) * row);
     const int64_t size = int64_t(p.H) * K * p.V, bytes = size * int64_t(sizeof(float));
-    for (int64_t m = 0; m < p.M; ++m)
+    for (int64_t m = 0; m < p.M && !p.in_pool; ++m)
       if (p.checkpoints[2 * m] < 0) clear(p.checkpoint_state + m * size, bytes);
     for (int64_t n = 0; n < p.N; ++n) {
-      if (s.seq_row(n).num_chunks > 0) continue;
-      float* to = p.final_state + n * size;
+      if (s.leaves_final_state(n)) continue;
+      float* to = p.final_state + live_row(p, n) * size;
       if (s.seq_row(n).length == 0 && s.starts_from_state(n)) {
-        std::memcpy(to, p.initial_state + n * size, size_t(bytes));
+        std::memcpy(to, p.initial_state + live_row(p, n) * size, size_t(bytes));
       } else {
         clear(to, bytes);
       }

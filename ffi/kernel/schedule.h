@@ -2,8 +2,14 @@
 // share. A driver says who runs a task and when.
 //
 // Chunks are taken in slabs, so that the workspace stays bounded: the prologue of all chunks of a slab,
-// then the walk over it; the state between two slabs waits in final_state. With groups > 1 the slab is
-// the whole call.
+// then the walk over it. With groups > 1 the slab is the whole call. Between two slabs a state waits in
+// final_state. In a pool it must not: the second pass (status, below) starts from the row that the final state
+// is written to, and a sequence may have none. So there
+//   - a state waits in the workspace. At most one sequence goes on from a slab to the next one, but another one
+//     may come out of the slab's beginning at that time: two places, in turn;
+//   - the first pass does not write the final state of a slice that the second pass does again;
+//   - with groups, where the last group does not know what the others meet, the first one leaves a copy of the
+//     initial state in the last slot, which is free.
 #pragma once
 
 #include "group_scan.h"
@@ -28,8 +34,11 @@ struct Schedule {
     return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * blob_bytes(p.V);
   }
   static int64_t workspace_bytes(const Problem& p) {
-    return blobs_bytes(p) + (p.groups > 1 ? GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V) : 0) +
-           status_bytes(p);
+    return blobs_bytes(p) + states_bytes(p) + status_bytes(p);
+  }
+  static int64_t states_bytes(const Problem& p) {
+    if (p.groups > 1) return GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V);
+    return p.in_pool && p.slab_chunks < p.NC ? 2 * state_offset(p, 1, 0) * int64_t(sizeof(float)) : 0;
   }
   // The end of the workspace. One word for the call, not 0 once a narrow policy met what its operands do
   // not hold, and one for each (sequence, head, 16 rows of V): 0, or kNone - the first such token. From
@@ -77,22 +86,56 @@ struct Schedule {
   KDA_FN int32_t* beyond(int64_t chunk, int64_t head) const {
     return reinterpret_cast<int32_t*>(decay(chunk, head) + K);
   }
-  KDA_FN float* state_of(float* states, int64_t row, int head) const {
-    return states + (row * p.H + head) * (int64_t(K) * p.V);
-  }
-  KDA_FN GroupSlots slots() const {
+  // Behind the blobs.
+  KDA_FN float* states_in_workspace() const {
     const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
-    char* base = static_cast<char*>(p.workspace) + chunks * p.H * blob_bytes(p.V);
-    return {reinterpret_cast<float*>(base), p.H, p.groups, K, p.V};
+    return reinterpret_cast<float*>(static_cast<char*>(p.workspace) +
+                                    chunks * p.H * blob_bytes(p.V));
   }
+  KDA_FN GroupSlots slots() const { return {states_in_workspace(), p.H, p.groups, K, p.V}; }
 
   KDA_FN bool starts_from_state(int64_t seq) const {
-    return p.initial_state && (!p.has_initial_state || p.has_initial_state[seq]);
+    return p.initial_state && (!p.has_initial_state || p.has_initial_state[seq]) &&
+           live_row(p, seq) >= 0;
   }
   // Where a sequence's state comes from, null: zeros.
   KDA_FN const float* origin(int64_t seq, int head) const {
-    return starts_from_state(seq) ? p.initial_state + (seq * p.H + head) * (int64_t(K) * p.V)
-                                  : nullptr;
+    if (!starts_from_state(seq)) return nullptr;
+    if (Policy::kSecond && p.in_pool && p.groups > 1) return kept_origin(seq, head);
+    return p.initial_state + state_offset(p, live_row(p, seq), head);
+  }
+  KDA_FN float* kept_origin(int64_t seq, int head) const {
+    return slots().slot(seq, head, p.groups - 1);
+  }
+  // Where it waits between the slabs that meet at chunk `border`.
+  KDA_FN float* waiting(int64_t seq, int head, int64_t border) const {
+    if (!p.in_pool) return p.final_state + state_offset(p, seq, head);
+    return states_in_workspace() + state_offset(p, border / p.slab_chunks % 2, head);
+  }
+  // What the first pass did well, and the second one leaves alone.
+  KDA_FN bool done(int64_t seq, int head, int slice) const {
+    return Policy::kSecond && *status(seq, head, slice) == 0;
+  }
+  // Where a slice's final state goes, null: nowhere. `beyond`: whether this walk of it met what a narrow policy
+  // does not hold; an earlier slab's has reported it.
+  KDA_FN float* final_state(int64_t seq, int head, int slice, bool beyond) const {
+    const int64_t row = live_row(p, seq);
+    if (row < 0 || done(seq, head, slice)) return nullptr;
+    if (Policy::kNarrow && p.in_pool && p.groups == 1 && (beyond || *status(seq, head, slice) != 0))
+      return nullptr;
+    return p.final_state + state_offset(p, row, head);
+  }
+  // Where the state at a checkpoint goes, null: nowhere.
+  KDA_FN float* checkpoint_state(int64_t checkpoint, int head) const {
+    const int64_t row = checkpoint < 0 ? -1 : saved_row(p, checkpoint);
+    return row < 0 ? nullptr : p.checkpoint_state + state_offset(p, row, head);
+  }
+  // Whether a fill has nothing to do for a sequence: chunks write its final state, or it has no row in the pool,
+  // or it is empty and its state is there.
+  KDA_FN bool leaves_final_state(int64_t seq) const {
+    const SeqRow row = seq_row(seq);
+    if (row.num_chunks > 0) return true;
+    return p.in_pool && (row.length < 0 || live_row(p, seq) < 0 || starts_from_state(seq));
   }
   KDA_FN void start(State& state, int64_t seq, int head, int slice) const {
     load(state, origin(seq, head), slice);
@@ -123,15 +166,15 @@ struct Schedule {
 
   KDA_FN void save_checkpoint(const State& state, const ChunkRow& chunk, int head,
                               int slice) const {
-    if (chunk.checkpoint >= 0 && chunk.first + chunk.valid > state.writes_from)
-      W::store_state(state, state_of(p.checkpoint_state, chunk.checkpoint, head), W::strides(p),
-                     slice);
+    if (Policy::kSecond && chunk.first + chunk.valid <= state.writes_from) return;
+    if (float* to = checkpoint_state(chunk.checkpoint, head))
+      W::store_state(state, to, W::strides(p), slice);
   }
 
   // The chunks of a sequence that lie in the slab.
   struct Range {
     int64_t first, last;
-    bool from_start;  // false: the state waits in final_state
+    bool from_start;  // false: the state waits
   };
   KDA_FN Range range_in_slab(int64_t seq) const {
     const SeqRow row = seq_row(seq);
@@ -140,11 +183,23 @@ struct Schedule {
             begin >= slab_first};
   }
   KDA_FN const float* entry(int64_t seq, int head, bool from_start) const {
-    return from_start ? origin(seq, head) : state_of(p.final_state, seq, head);
+    return from_start ? origin(seq, head) : waiting(seq, head, slab_first);
+  }
+  // Where a slice's state goes behind the slab, null: nowhere.
+  KDA_FN float* exit(int64_t seq, int head, int slice, bool beyond) const {
+    const SeqRow row = seq_row(seq);
+    if (done(seq, head, slice)) return nullptr;
+    if (int64_t(row.first_chunk) + row.num_chunks > slab_last) return waiting(seq, head, slab_last);
+    return final_state(seq, head, slice, beyond);
   }
   KDA_FN void leave(const State& state, int64_t seq, int head, int slice) const {
-    W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+    if (float* to = exit(seq, head, slice, any_beyond(state)))
+      W::store_state(state, to, W::strides(p), slice);
     report(state, seq, head, slice);
+  }
+  // Of all lanes. Without a pool nothing depends on it.
+  KDA_FN bool any_beyond(const State& state) const {
+    return Policy::kNarrow && p.in_pool && Tiles::wave_min(state.beyond) != kNone;
   }
   template <class States>
   KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
@@ -166,6 +221,8 @@ struct Schedule {
     if (group == 0) {
       if (slice >= slices) return;
       start(state, seq, head, slice);
+      if (Policy::kNarrow && p.in_pool)
+        W::store_state(state, kept_origin(seq, head), W::strides(p), slice);
       walk(states, head, slice, slice + 1, range.first, range.last);
     } else {
       const bool identity = slice >= slices;
@@ -200,8 +257,8 @@ struct Schedule {
     W::load_state(state, slots().slot(seq, head, group), {K, 1}, slice);
     const GroupRange range = group_range(seq_row(seq), group + 1, p.groups);
     walk(states, head, slice, slice + 1, range.first, range.last);
-    if (group + 2 == p.groups)
-      W::store_state(state, state_of(p.final_state, seq, head), W::strides(p), slice);
+    float* to = group + 2 == p.groups ? final_state(seq, head, slice, false) : nullptr;
+    if (to) W::store_state(state, to, W::strides(p), slice);
     report(state, seq, head, slice);
   }
 };

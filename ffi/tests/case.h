@@ -27,6 +27,7 @@ struct Options {
   bool state_kv = false, initial = true, l2norm = true, mixed = false;
   DType type = DType::kF32;
   int slab = 3, workers = 2;
+  bool backwards = false;  // a worker takes its tasks from the last to the first
   float saturate = 0;  // added to raw_g
 };
 
@@ -176,7 +177,7 @@ struct Case {
       std::vector<std::thread> threads;
       for (int w = 0; w < o.workers; ++w)
         threads.emplace_back([&, w] {
-          for (int64_t i = w; i < n; i += o.workers) task(w, i);
+          for (int64_t i = w; i < n; i += o.workers) task(w, o.backwards ? n - 1 - i : i);
         });
       for (auto& t : threads) t.join();
     };

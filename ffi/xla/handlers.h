@@ -1,4 +1,4 @@
-// The FFI handlers; each library holds one of them.
+// The FFI handlers; each library holds those of one platform.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -6,6 +6,8 @@
 namespace kda {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillCpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillPoolCpu);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillGpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(KdaPrefillPoolGpu);
 
 }  // namespace kda

@@ -8,6 +8,7 @@ namespace {
 // Collects the first operand that does not fit.
 class Checker {
  public:
+  explicit Checker(const char* target) : target_(target) {}
   void shape(const char* name, ffi::AnyBuffer b, std::initializer_list<int64_t> want) {
     const auto have = b.dimensions();
     bool same = have.size() == want.size();
@@ -34,7 +35,7 @@ class Checker {
     }
   }
   void fail(const char* name, const std::string& what) {
-    if (error_.empty()) error_ = std::string("kda_prefill_v1: ") + name + " " + what;
+    if (error_.empty()) error_ = std::string(target_) + ": " + name + " " + what;
   }
   const std::string& error() const { return error_; }
 
@@ -45,6 +46,7 @@ class Checker {
     for (int64_t n : dims) s += (s.size() > 1 ? ", " : "") + std::to_string(n);
     return s + "]";
   }
+  const char* const target_;
   std::string error_;
 };
 
@@ -54,20 +56,20 @@ const T* optional(ffi::AnyBuffer b) {
   return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
 }
 
-}  // namespace
-
-ffi::Error make_problem(PrefillOperands in, PrefillResults res, PrefillAttributes at, Problem* p) {
-  Checker check;
+// All but the states.
+void convert(Checker& check, PrefillOperands in, PrefillResults res, PrefillAttributes at,
+             Problem* p) {
+  *p = Problem{};
   const auto q = in.q.dimensions(), v = in.v.dimensions();
-  if (q.size() != 3 || v.size() != 3)
-    return ffi::Error::InvalidArgument("kda_prefill_v1: q and v must have rank 3: [T, H, channels]");
+  if (q.size() != 3 || v.size() != 3) {
+    check.fail("q and v", "must have rank 3: [T, H, channels]");
+    return;
+  }
   const int64_t T = q[0], H = q[1], K = q[2], V = v[2];
   const int64_t N = in.seqs.dimensions().size() == 2 ? in.seqs.dimensions()[0] : -1;
   const int64_t NC = in.chunks.dimensions().size() == 2 ? in.chunks.dimensions()[0] : -1;
   const int64_t M = in.checkpoints.dimensions().size() == 2 ? in.checkpoints.dimensions()[0] : -1;
-  const int64_t rows = at.state_kv ? K : V, cols = at.state_kv ? V : K;
 
-  *p = Problem{};
   p->q = check.tensor("q", in.q);
   p->k = check.tensor("k", in.k);
   p->v = check.tensor("v", in.v);
@@ -85,35 +87,20 @@ ffi::Error make_problem(PrefillOperands in, PrefillResults res, PrefillAttribute
   check.type("checkpoints", in.checkpoints, ffi::DataType::S32);
   check.type("A_log", in.A_log, ffi::DataType::F32);
   check.type("dt_bias", in.dt_bias, ffi::DataType::F32);
-  check.type("initial_state", in.initial_state, ffi::DataType::F32);
-  check.type("has_initial_state", in.has_initial_state, ffi::DataType::PRED);
   if (at.gate < 0 || at.gate > 2) check.fail("gate", "must be 0, 1 or 2");
   if (at.gate != int32_t(Gate::kActivated)) {
     check.shape("A_log", in.A_log, {H});
     check.shape("dt_bias", in.dt_bias, {H, K});
   }
-  if (in.initial_state.element_count())
-    check.shape("initial_state", in.initial_state, {N, H, rows, cols});
-  if (in.has_initial_state.element_count())
-    check.shape("has_initial_state", in.has_initial_state, {N});
   check.shape("out", *res.out, {T, H, V});
   check.type("out", *res.out, in.v.element_type());
-  check.shape("final_state", *res.final_state, {N, H, rows, cols});
-  check.type("final_state", *res.final_state, ffi::DataType::F32);
-  check.shape("checkpoint_state", *res.checkpoint_state, {M, H, rows, cols});
-  check.type("checkpoint_state", *res.checkpoint_state, ffi::DataType::F32);
-  if (!check.error().empty()) return ffi::Error::InvalidArgument(check.error());
 
   p->A_log = optional<float>(in.A_log);
   p->dt_bias = optional<float>(in.dt_bias);
-  p->initial_state = optional<float>(in.initial_state);
-  p->has_initial_state = optional<uint8_t>(in.has_initial_state);
   p->seqs = optional<int32_t>(in.seqs);
   p->chunks = optional<int32_t>(in.chunks);
   p->checkpoints = optional<int32_t>(in.checkpoints);
   p->out = res.out->untyped_data();
-  p->final_state = static_cast<float*>(res.final_state->untyped_data());
-  p->checkpoint_state = static_cast<float*>(res.checkpoint_state->untyped_data());
   p->workspace = res.workspace->untyped_data();
   p->workspace_bytes = int64_t(res.workspace->size_bytes());
   p->T = T;
@@ -132,7 +119,64 @@ ffi::Error make_problem(PrefillOperands in, PrefillResults res, PrefillAttribute
   p->mixed = at.mixed;
   p->groups = at.groups;
   p->slab_chunks = at.slab_chunks;
-  return ffi::Error::Success();
+}
+
+ffi::Error verdict(const Checker& check) {
+  if (check.error().empty()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(check.error());
+}
+
+}  // namespace
+
+ffi::Error make_problem(const char* target, PrefillOperands in, PrefillStates states,
+                        PrefillResults res, PrefillAttributes at, Problem* p) {
+  Checker check(target);
+  convert(check, in, res, at, p);
+  const int64_t N = p->N, M = p->M, H = p->H;
+  const int64_t rows = at.state_kv ? p->K : p->V, cols = at.state_kv ? p->V : p->K;
+  check.type("initial_state", states.initial_state, ffi::DataType::F32);
+  check.type("has_initial_state", states.has_initial_state, ffi::DataType::PRED);
+  if (states.initial_state.element_count())
+    check.shape("initial_state", states.initial_state, {N, H, rows, cols});
+  if (states.has_initial_state.element_count())
+    check.shape("has_initial_state", states.has_initial_state, {N});
+  check.shape("final_state", *states.final_state, {N, H, rows, cols});
+  check.type("final_state", *states.final_state, ffi::DataType::F32);
+  check.shape("checkpoint_state", *states.checkpoint_state, {M, H, rows, cols});
+  check.type("checkpoint_state", *states.checkpoint_state, ffi::DataType::F32);
+  p->initial_state = optional<float>(states.initial_state);
+  p->has_initial_state = optional<uint8_t>(states.has_initial_state);
+  p->final_state = static_cast<float*>(states.final_state->untyped_data());
+  p->checkpoint_state = static_cast<float*>(states.checkpoint_state->untyped_data());
+  return verdict(check);
+}
+
+ffi::Error make_problem(const char* target, PrefillOperands in, PrefillPool pool,
+                        PrefillResults res, PrefillAttributes at, Problem* p) {
+  Checker check(target);
+  convert(check, in, res, at, p);
+  const int64_t rows = at.state_kv ? p->K : p->V, cols = at.state_kv ? p->V : p->K;
+  const auto dims = pool.before.dimensions();
+  p->pool_rows = dims.size() ? dims[0] : -1;
+  check.shape("state_cache", pool.before, {p->pool_rows, p->H, rows, cols});
+  check.type("state_cache", pool.before, ffi::DataType::F32);
+  check.shape("state_cache (result)", *pool.after, {p->pool_rows, p->H, rows, cols});
+  check.type("state_cache (result)", *pool.after, ffi::DataType::F32);
+  check.shape("state_indices", pool.state_indices, {p->N});
+  check.type("state_indices", pool.state_indices, ffi::DataType::S32);
+  check.shape("has_initial_state", pool.has_initial_state, {p->N});
+  check.type("has_initial_state", pool.has_initial_state, ffi::DataType::PRED);
+  check.shape("checkpoint_state_indices", pool.checkpoint_state_indices, {p->M});
+  check.type("checkpoint_state_indices", pool.checkpoint_state_indices, ffi::DataType::S32);
+  if (pool.before.untyped_data() != pool.after->untyped_data())
+    check.fail("state_cache", "must be aliased to its result: rows are written in place");
+  p->in_pool = true;
+  p->final_state = static_cast<float*>(pool.after->untyped_data());
+  p->initial_state = p->checkpoint_state = p->final_state;
+  p->has_initial_state = optional<uint8_t>(pool.has_initial_state);
+  p->state_rows = optional<int32_t>(pool.state_indices);
+  p->checkpoint_rows = optional<int32_t>(pool.checkpoint_state_indices);
+  return verdict(check);
 }
 
 }  // namespace kda

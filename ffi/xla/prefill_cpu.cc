@@ -1,4 +1,4 @@
-// The CPU handler of `kda_prefill_v1`.
+// The CPU handlers of `kda_prefill_v1` and `kda_prefill_pool_v1`.
 #include <algorithm>
 
 #include "../host/launch.h"
@@ -20,10 +20,13 @@ std::string run(ffi::ThreadPool pool, const Problem& problem) {
 }
 
 constexpr auto kHandler = &prefill_handler<ffi::ThreadPool, run>;
+constexpr auto kPoolHandler = &prefill_pool_handler<ffi::ThreadPool, run>;
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaPrefillCpu, kHandler,
                               bind_prefill(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KdaPrefillPoolCpu, kPoolHandler,
+                              bind_prefill_pool(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace kda
