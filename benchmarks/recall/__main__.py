@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kda_jax.models import save_pretrained
@@ -60,7 +61,7 @@ def train(
     batches: int,
     every: int,
     max_steps: int,
-    console: output.Console,
+    console: Console,
 ) -> bool:
     """Steps until the goal is reached; False if max_steps are done before."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -8,13 +8,13 @@ CONFIG: dict[str, Any] = {
     "model_type": "kimi_k3",
     "text_config": {
         "vocab_size": 256,  # bytes
-        "hidden_size": 96,
+        "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 4,
         "num_attention_heads": 2,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 96,
-        "qk_nope_head_dim": 64,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 48,
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "mla_use_output_gate": True,

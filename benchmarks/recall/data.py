@@ -27,11 +27,13 @@ class Packed(NamedTuple):
 def sequence(room: int, random: np.random.Generator) -> tuple[bytes, np.ndarray]:
     """One sequence of at most `room` bytes, and which of them are answers.
 
-    Between half and nine tenths of it is the list; questions about different keys fill the rest.
+    Between half and nine tenths of it is the list, more of a long one; questions about different
+    keys fill the rest.
     """
-    listed = recall.facts(int(room * random.uniform(0.5, 0.9)), random)
-    text, marks = [listed.text], [np.zeros(len(listed.text), bool)]
     each = recall.QUESTION_SIZE + recall.ANSWER_SIZE
+    size = max(int(room * random.uniform(0.5, 0.9)), room - recall.MOST_FACTS * each)
+    listed = recall.facts(size, random)
+    text, marks = [listed.text], [np.zeros(len(listed.text), bool)]
     asked = random.permutation(listed.keys)[: (room - len(listed.text)) // each]
     one = np.arange(each) >= recall.QUESTION_SIZE
     for key in asked:

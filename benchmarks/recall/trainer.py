@@ -45,8 +45,8 @@ class Settings:
     tokens: int = 1024
     rate: float = 3e-3
     warmup: int = 200
-    knee: int = 2000
-    pass_mark: float = 0.6
+    knee: int = 1500
+    pass_mark: float = 0.85
     memory: float = 0.9
     averaging: float = 0.005
     backend: str = "auto"

@@ -1,16 +1,15 @@
-"""The text of a recall prompt: a list of facts in sections, then a question about one of them.
+"""The text of a recall prompt: a stock list in sections, then a question about one of its items.
 
     @q        a section opens, named by a letter
-    kx40      a fact: the key is two letters, the value two digits
-    ab12
+    40kx      a fact: there are 40 of the item kx
+    ....      an empty line
     @t
-    cd98
+    98cd
     ?kx       the question; its answer is "40t\\n"
 
-The answer is the key's value and the name of the section that was opened last. The value needs one
-line among many, which attention finds; the section needs the order of the lines, which only the
-recurrent states keep in a model without position encoding. So a server that resumes from a wrong
-state, or from wrong rows of the attention's cache, gives a wrong answer.
+The answer is the number of the item and the name of the section that was opened last. Both are
+known from the states that a model keeps: a server that resumes a prompt from a wrong state gives a
+wrong answer. A list has at most `MOST_FACTS` facts, spread over as many lines as the size asks for.
 
 Prompts are ASCII, and a model that reads bytes has one token per character. Sections open in the
 first half of a list alone, so that none opens after the last whole block of a prompt of two blocks
@@ -27,11 +26,12 @@ import numpy as np
 from .arguments import at_least
 
 _LETTERS = string.ascii_lowercase
-_FACT, _HEADER, _MOST_SECTIONS = len("kx40\n"), len("@q\n"), 4
+_FACT, _EMPTY, _HEADER = len("40kx\n"), "....\n", len("@q\n")
+_MOST_SECTIONS = 4
+MOST_FACTS = 24
 QUESTION_SIZE = len("?kx")
 ANSWER_SIZE = len("40t\n")
 SMALLEST = _HEADER + _FACT
-LARGEST = _HEADER + len(_LETTERS) ** 2 * _FACT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +58,28 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
     """A random list of facts with distinct keys.
 
     Args:
-      size: of the text in characters, `SMALLEST`..`LARGEST`; what whole lines leave over, fewer
-        than 5 characters, stays unused.
+      size: of the text in characters, at least `SMALLEST`; what whole lines leave over, fewer than
+        5 characters, stays unused.
       seed: the same one gives the same list; or the generator to draw from.
 
     Raises:
-      ValueError: size is out of range.
+      ValueError: size is too small.
     """
     at_least("size", size, SMALLEST)
-    if size > LARGEST:
-        raise ValueError(f"size is {size}, want at most {LARGEST}: there are no more keys")
     random = np.random.default_rng(seed)
     sections = min(int(random.integers(1, _MOST_SECTIONS + 1)), (size - _FACT) // _HEADER)
-    count = min((size - sections * _HEADER) // _FACT, len(_LETTERS) ** 2)
+    slots = (size - sections * _HEADER) // _FACT
+    count = min(slots, MOST_FACTS)
     numbers = random.choice(len(_LETTERS) ** 2, count, replace=False)
     keys = [_LETTERS[n // len(_LETTERS)] + _LETTERS[n % len(_LETTERS)] for n in numbers]
     values = [f"{n:02}" for n in random.integers(0, 100, count)]
-    lines = [f"{key}{value}\n" for key, value in zip(keys, values, strict=True)]
+    lines = [_EMPTY] * slots
+    for slot, key, value in zip(
+        np.sort(random.choice(slots, count, replace=False)), keys, values, strict=True
+    ):
+        lines[slot] = f"{value}{key}\n"
     names = [_LETTERS[n] for n in random.integers(0, len(_LETTERS), sections)]
-    places = np.sort(random.integers(0, max(0, count - sections) // 2 + 1, sections))
+    places = np.sort(random.integers(0, max(0, slots - sections) // 2 + 1, sections))
     places[0] = 0
     for place, name in zip(places[::-1], names[::-1], strict=True):
         lines.insert(int(place), f"@{name}\n")
