@@ -271,6 +271,10 @@ def test_a_seed_draws_the_same_whatever_else_runs(model: Any) -> None:
         assert Client(engine, PROMPTS[3], **params | {"seed": 8}).result() != alone
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="XLA of jaxlib 0.10 drops optimization barriers on the CPU before it fuses, and copies",
+)
 @pytest.mark.parametrize("backend", ["chunked", FUSED])
 @pytest.mark.parametrize("tokens", [0, 60])
 def test_no_step_copies_a_pool(backend: str, tokens: int) -> None:
