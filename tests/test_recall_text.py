@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kda_jax.serving import recall_text as recall
 
-LINE = re.compile(r"@(?P<section>[a-z])|(?P<value>[0-9]{2})(?P<key>[a-z]{2})|\.{4}")
+LINE = re.compile(r"@(?P<section>[a-z])|(?P<key>[a-z]{2})(?P<value>[0-9]{2})|\.{4}")
 
 
 @given(st.integers(recall.SMALLEST, 3000), st.integers(0, 2**32 - 1))
@@ -46,7 +46,7 @@ def test_sections_and_values_vary():
     assert {each.section for each in many} == set("abcdefghijklmnopqrstuvwxyz")
     assert {each.text.count("@") for each in many} == {1, 2, 3, 4}
     values = [value for each in many for value in each.values.values()]
-    assert len(set(values)) == 100  # of about 9,600
+    assert len(set(values)) == 100  # of about 4,800
 
 
 def test_facts_lie_anywhere_in_a_long_list():
@@ -56,7 +56,7 @@ def test_facts_lie_anywhere_in_a_long_list():
         for key in recall.facts(2000, seed).keys
     ]
     counts = np.histogram(places, bins=10, range=(0, 2000))[0]
-    assert len(places) == 50 * recall.MOST_FACTS and counts.min() > 60 and counts.max() < 180
+    assert len(places) == 50 * recall.MOST_FACTS and counts.min() > 30 and counts.max() < 90
 
 
 def test_sizes_that_are_too_small_and_unknown_keys_are_refused():

@@ -44,7 +44,7 @@ def test_marked_bytes_are_the_answers_to_the_questions_before_them():
         text = bytes(packed.tokens[start : start + length].astype(np.uint8)).decode()
         marks = packed.weights[start : start + length] > 0
         listed, *questions = text.split("?")
-        values = {line[2:]: line[:2] for line in listed.splitlines() if line[0].isdigit()}
+        values = {line[:2]: line[2:] for line in listed.splitlines() if line[0].isalpha()}
         section = listed[listed.rindex("@") + 1]
         right = "".join(f"{values[each[:2]]}{section}\n" for each in questions)
         assert questions and text[len(listed) :] == "".join(

@@ -1,10 +1,10 @@
 """The text of a recall prompt: a stock list in sections, then a question about one of its items.
 
     @q        a section opens, named by a letter
-    40kx      a fact: there are 40 of the item kx
+    kx40      a fact: of the item kx there are 40
     ....      an empty line
     @t
-    98cd
+    cd98
     ?kx       the question; its answer is "40t\\n"
 
 The answer is the number of the item and the name of the section that was opened last. Both are
@@ -26,9 +26,9 @@ import numpy as np
 from .arguments import at_least
 
 _LETTERS = string.ascii_lowercase
-_FACT, _EMPTY, _HEADER = len("40kx\n"), "....\n", len("@q\n")
+_FACT, _EMPTY, _HEADER = len("kx40\n"), "....\n", len("@q\n")
 _MOST_SECTIONS = 4
-MOST_FACTS = 24
+MOST_FACTS = 12
 QUESTION_SIZE = len("?kx")
 ANSWER_SIZE = len("40t\n")
 SMALLEST = _HEADER + _FACT
@@ -77,7 +77,7 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
     for slot, key, value in zip(
         np.sort(random.choice(slots, count, replace=False)), keys, values, strict=True
     ):
-        lines[slot] = f"{value}{key}\n"
+        lines[slot] = f"{key}{value}\n"
     names = [_LETTERS[n] for n in random.integers(0, len(_LETTERS), sections)]
     places = np.sort(random.integers(0, max(0, slots - sections) // 2 + 1, sections))
     places[0] = 0
