@@ -47,4 +47,5 @@ def slug(kind: str) -> str:
 
 def line(device: dict[str, Any]) -> str:
     """One line for a page: platform, kind, architecture."""
-    return " ".join(filter(None, (device["platform"], device["kind"], device["architecture"])))
+    parts = (device["platform"], device["kind"], device["architecture"])
+    return " ".join(dict.fromkeys(filter(None, parts)))  # "cpu" is a platform and a kind

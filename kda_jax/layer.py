@@ -52,7 +52,7 @@ class OpInputs(NamedTuple):
     raw_beta: jax.Array
 
 
-class _Projected(NamedTuple):
+class Projected(NamedTuple):
     """Of some rows of x: raw q, k and v, the raw gate, each [R, H * K], and raw_beta [R, H]."""
 
     qkv: tuple[jax.Array, jax.Array, jax.Array]
@@ -161,8 +161,8 @@ class KimiDeltaAttention(nnx.Module):
           y [D + T, hidden], the states of the prefill, and the new states of the decode rows.
         """
         D = 0 if decode is None else decode.recurrent.shape[0]
-        raw = self._project(x)
-        A_log, dt_bias = self.A_log[...], self._dt_bias()
+        raw = self.project(x)
+        A_log, dt_bias = self.A_log[...], self.dt_bias_by_head()
         out, after, states = [], None, None
         if decode is not None:
             inputs, conv = self._decode_inputs(jax.tree.map(lambda r: r[:D], raw), decode, active)
@@ -195,13 +195,13 @@ class KimiDeltaAttention(nnx.Module):
                 checkpoint=KDAState(result.checkpoint_state, conv_inside),
             )
         o = out[0] if len(out) == 1 else jnp.concatenate(out)
-        return self.o_proj(self._gated_norm(o, x)), states, after
+        return self.o_proj(self.gated_norm(o, x)), states, after
 
     def op_inputs(
         self, x: jax.Array, metadata: ChunkMetadata, cache: KDACache | None = None
     ) -> OpInputs:
         """The operator's inputs alone, e.g. to measure a backend on a real layer's values."""
-        raw = self._project(self._without_padding(x, metadata))
+        raw = self.project(self._without_padding(x, metadata))
         return self._op_inputs(raw, metadata, cache)[0]
 
     def empty_cache(self, sequences: int) -> KDACache:
@@ -222,10 +222,12 @@ class KimiDeltaAttention(nnx.Module):
         used = token_positions(metadata, x.shape[0]) >= 0
         return jnp.where(used[:, None], x, jnp.zeros((), x.dtype)).astype(self.config.dtype)
 
-    def _dt_bias(self) -> jax.Array:
+    def dt_bias_by_head(self) -> jax.Array:
+        """[H, K]."""
         return self.dt_bias[...].reshape(-1, self.config.head_dim)
 
-    def _project(self, x: jax.Array) -> _Projected:
+    def project(self, x: jax.Array) -> Projected:
+        """All that the layer makes of its rows before the convolutions, but for the gate of o."""
         if self.config.fused_projections:
             weight = self.qkv_proj[...]
             together = jnp.einsum(
@@ -235,16 +237,17 @@ class KimiDeltaAttention(nnx.Module):
         else:
             qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         raw_g = self.f_b_proj(self.f_a_proj(x))
-        return _Projected(qkv, raw_g, self.b_proj(x))
+        return Projected(qkv, raw_g, self.b_proj(x))
 
-    def _conv_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def conv_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of q, k and v, [H * K, W] each."""
         if self.config.fused_projections:
             weight = self.qkv_conv1d[...]
             return weight[0], weight[1], weight[2]
         return self.q_conv1d[...], self.k_conv1d[...], self.v_conv1d[...]
 
     def _op_inputs(
-        self, raw: _Projected, metadata: ChunkMetadata, cache: KDACache | None
+        self, raw: Projected, metadata: ChunkMetadata, cache: KDACache | None
     ) -> tuple[OpInputs, jax.Array, jax.Array]:
         """The operator's inputs, and the final and checkpoint states of the convolutions."""
         c, channels = self.config, raw.raw_g.shape[1]
@@ -256,7 +259,7 @@ class KimiDeltaAttention(nnx.Module):
                     f"cache.state.conv has shape {cache.state.conv.shape}, want {want}"
                 )
         convolved, final, inside = [], [], []
-        for part, (x, weight) in enumerate(zip(raw.qkv, self._conv_weights(), strict=True)):
+        for part, (x, weight) in enumerate(zip(raw.qkv, self.conv_weights(), strict=True)):
             rows = slice(part * channels, (part + 1) * channels)
             state = None if cache is None else cache.state.conv[:, rows]
             result = causal_conv1d(
@@ -270,12 +273,12 @@ class KimiDeltaAttention(nnx.Module):
         return inputs, jnp.concatenate(final, 1), jnp.concatenate(inside, 1)
 
     def _decode_inputs(
-        self, raw: _Projected, state: KDAState, active: jax.Array | None
+        self, raw: Projected, state: KDAState, active: jax.Array | None
     ) -> tuple[OpInputs, jax.Array]:
         """The inputs of `kda_decode_step`, [D, H, ...], and the convolutions' new states."""
         channels, shape = raw.raw_g.shape[1], (raw.raw_g.shape[0], -1, self.config.head_dim)
         convolved, after = [], []
-        for part, (x, weight) in enumerate(zip(raw.qkv, self._conv_weights(), strict=True)):
+        for part, (x, weight) in enumerate(zip(raw.qkv, self.conv_weights(), strict=True)):
             old = state.conv[:, part * channels : (part + 1) * channels]
             y, new = causal_conv1d_step(x, weight, old, active=active)
             convolved.append(y.reshape(shape))
@@ -284,7 +287,7 @@ class KimiDeltaAttention(nnx.Module):
         inputs = OpInputs(q, k, v, raw.raw_g.reshape(shape), raw.raw_beta)
         return inputs, jnp.concatenate(after, 1)
 
-    def _gated_norm(self, o: jax.Array, x: jax.Array) -> jax.Array:
+    def gated_norm(self, o: jax.Array, x: jax.Array) -> jax.Array:
         """RMSNorm(o) * o_norm * sigmoid(gate(x)), o [T, H, V] -> [T, H * V]."""
         compute = jnp.promote_types(o.dtype, jnp.float32)
         gate = self.g_proj(x) if self.config.full_rank_gate else self.g_b_proj(self.g_a_proj(x))

@@ -29,9 +29,9 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 class WarmProgram(NamedTuple):
-    """One capacity: how long its first step took, and where the program came from."""
+    """One capacity (or `serving` Bucket): how long its first step took, and whence it came."""
 
-    capacity: Capacity
+    capacity: Any
     seconds: float
     source: Source
 
@@ -200,17 +200,22 @@ def _describe(capacity: Capacity) -> str:
 
 def _run(step: Callable[[ChunkMetadata], Any], capacity: Capacity, chunk_size: int) -> WarmProgram:
     metadata = metadata_for(capacity, chunk_size)
+    return WarmProgram(capacity, *timed(lambda: step(metadata)))
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Source]:
+    """Seconds until the results of a call are there, and where its program came from."""
     counts = _listen()
     before = dict(counts)
     start = time.perf_counter()
-    jax.block_until_ready(step(metadata))
+    jax.block_until_ready(call())
     seconds = time.perf_counter() - start
     compiled, hits = (counts[event] - before[event] for event in (_COMPILE, _HIT))
     # JAX counts what it takes out of its persistent cache as compiled, too.
     source: Source = "memory"
     if compiled:
         source = "compiled" if compiled > hits else "persistent cache"
-    return WarmProgram(capacity, seconds, source)
+    return seconds, source
 
 
 @functools.cache

@@ -265,5 +265,3 @@ def host_prefill(case: Case, groups: int = 1, layout: str = "vk") -> KDAResult:
     call = jax.jit(lambda x, m: FusedBackend(mixed=True).run(x, config, m))
     result = call(jax.tree.map(jnp.asarray, inputs), case.metadata)
     return KDAResult(result.out[None], *map(np.asarray, result[1:]))
-
-

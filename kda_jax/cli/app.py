@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .errors import CliError
+from .options import BACKENDS, DTYPES, Integer, add_prefix_check, add_serve
 
-BACKENDS = ("auto", "fused", "chunked", "scan")
-DTYPES = ("float32", "bfloat16", "float16")
+# Which extra brings a package that a command needs.
+_EXTRAS = {"matplotlib": "plot"} | dict.fromkeys(
+    ("starlette", "uvicorn", "prometheus_client", "httpx"), "serve"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2: an error, 1: resume or verify found one)."""
+    """Run one command; returns the exit code (2: an error; 1: a check found one)."""
     parser = build_parser()
     try:
         args = parser.parse_args(argv)
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except ImportError as error:
         missing = (error.name or str(error)).split(".")[0]
-        extra = "'kda-jax[plot]'" if missing == "matplotlib" else missing
+        extra = f"'kda-jax[{_EXTRAS[missing]}]'" if missing in _EXTRAS else missing
         message = f"the package {missing!r} does not load ({error}): pip install {extra}"
     except CliError as error:
         message = str(error)
@@ -60,6 +63,10 @@ def _command(args: argparse.Namespace) -> int:
         from .doctor import doctor
 
         return doctor(as_json=args.json)
+    if args.command == "prefix-check":  # a client: it needs no device
+        from .prefix_check import prefix_check
+
+        return prefix_check(args)
     from .devices import device_problem
 
     if problem := device_problem():
@@ -76,6 +83,10 @@ def _command(args: argparse.Namespace) -> int:
         from .generate import generate
 
         return generate(args)
+    if args.command == "serve":
+        from .serve import serve
+
+        return serve(args)
     from .resume import resume
 
     return resume(args)
@@ -97,17 +108,17 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("files", nargs="+", metavar="FILE", help="text file; one document each")
     run.add_argument(
         "--checkpoint-every",
-        type=_Integer(0),
+        type=Integer(0),
         default=256,
         metavar="TOKENS",
         help="export the state at each multiple inside a document; 0: none (default 256)",
     )
     run.add_argument("--save", metavar="PATH", help="write all states to a safetensors file")
     run.add_argument("--plot", metavar="PNG", help="plot error and time per backend over length")
-    run.add_argument("--heads", type=_Integer(1), default=4, help="default 4 (Kimi-K3: 96)")
-    run.add_argument("--head-dim", type=_Integer(1, 256), default=128, help="1..256, default 128")
-    run.add_argument("--hidden", type=_Integer(1), default=256, help="default 256 (Kimi-K3: 7168)")
-    run.add_argument("--seed", type=_Integer(0, 2**32 - 1), default=0, help="weights, default 0")
+    run.add_argument("--heads", type=Integer(1), default=4, help="default 4 (Kimi-K3: 96)")
+    run.add_argument("--head-dim", type=Integer(1, 256), default=128, help="1..256, default 128")
+    run.add_argument("--hidden", type=Integer(1), default=256, help="default 256 (Kimi-K3: 7168)")
+    run.add_argument("--seed", type=Integer(0, 2**32 - 1), default=0, help="weights, default 0")
     run.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     run.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
 
@@ -125,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="which document of the saved batch FILE is (default: the one with FILE's name)",
     )
     again.add_argument(
-        "--checkpoint", type=_Integer(1), metavar="OFFSET", help="token offset (default: the last)"
+        "--checkpoint", type=Integer(1), metavar="OFFSET", help="token offset (default: the last)"
     )
     again.add_argument("--backend", choices=BACKENDS, help="default: what prefill was asked for")
 
@@ -142,11 +153,14 @@ def build_parser() -> argparse.ArgumentParser:
     write.add_argument(
         "--tokens", action="append", metavar="1,2,3", help="a prompt as token numbers"
     )
-    write.add_argument("--max-new-tokens", type=_Integer(1), default=64, help="default 64")
+    write.add_argument("--max-new-tokens", type=Integer(1), default=64, help="default 64")
     write.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    write.add_argument("--seed", type=_Integer(0, 2**32 - 1), default=0, help="of the sampling")
+    write.add_argument("--seed", type=Integer(0, 2**32 - 1), default=0, help="of the sampling")
     write.add_argument("--dtype", choices=DTYPES, help="default: the model's")
     write.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
+
+    add_serve(commands)
+    add_prefix_check(commands)
 
     check = commands.add_parser(
         "verify",
@@ -173,20 +187,3 @@ def build_parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--json", action="store_true", help="the same as one JSON object")
     return parser
-
-
-class _Integer:
-    """argparse type: an integer within bounds, named in the error."""
-
-    def __init__(self, low: int, high: int | None = None):
-        self.low, self.high = low, high
-
-    def __call__(self, text: str) -> int:
-        want = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer, want {want}") from None
-        if value < self.low or (self.high is not None and value > self.high):
-            raise argparse.ArgumentTypeError(f"{value} is out of range, want {want}")
-        return value

@@ -11,6 +11,7 @@ from jax import lax
 
 from ..conv import token_positions
 from ..metadata import ChunkMetadata
+from ..pool_rows import StepRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,16 @@ class Axes:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["metadata", "start", "active", "decode_start"],
+    data_fields=[
+        "metadata",
+        "start",
+        "active",
+        "decode_start",
+        "rows",
+        "decode_rows",
+        "table",
+        "decode_table",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +58,25 @@ class Batch:
 
     metadata: of the prefill. start: int32 [N], tokens that its sequences have in the cache.
     active: bool [D], which decode rows carry a token. decode_start: int32 [D], as start.
+
+    Where all states lie in pools (`forward_in_pools`), also: rows: of the KDA layers' pools, for
+    the prefill's sequences and checkpoints. decode_rows: int32 [D], those of the decode rows.
+    table: int32 [N, W], the MLA pages of each sequence, in order. decode_table: int32 [D, W].
     """
 
     metadata: ChunkMetadata | None = None
     start: jax.Array | None = None
     active: jax.Array | None = None
     decode_start: jax.Array | None = None
+    rows: StepRows | None = None
+    decode_rows: jax.Array | None = None
+    table: jax.Array | None = None
+    decode_table: jax.Array | None = None
+
+    @property
+    def in_pools(self) -> bool:
+        """Whether the KDA states lie in pools."""
+        return self.rows is not None or self.decode_rows is not None
 
     @property
     def decodes(self) -> int:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from ..layer_types import KDAState
 from .config import ModelConfig
-from .mla import MLACache
+from .mla import MLACache, MLAPages
 
-LayerState = KDAState | MLACache
+LayerState = KDAState | MLACache | MLAPages
 _ROUND = 64
 
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..layer import KimiDeltaAttention
+from ..layer_pool import step_in_pool
 from ..layer_types import KDACache, KDAState
 from .batch import Axes, Batch
 from .cache import Checkpoints, LayerState, ModelCache
 from .config import ModelConfig
-from .mla import MLA, MLACache
+from .mla import MLA, MLACache, MLAPages
 from .mlp import MLP
 from .moe import MoE
 from .norm import RMSNorm
@@ -93,11 +94,26 @@ def _attention(
 ) -> tuple:
     x = norm(x)
     if isinstance(attention, MLA):
-        assert not isinstance(prefill, KDAState) and not isinstance(decode, KDAState)
+        assert not isinstance(prefill, KDAState)
+        assert decode is None or isinstance(decode, MLACache)
         y, after, decoded = attention(x, batch, prefill, decode)
         return axes.sum_model(y), after, None, decoded
     assert isinstance(attention, KimiDeltaAttention)
-    assert not isinstance(prefill, MLACache) and not isinstance(decode, MLACache)
+    assert not isinstance(prefill, MLACache | MLAPages)
+    assert not isinstance(decode, MLACache | MLAPages)
+    if batch.in_pools:
+        assert prefill is not None
+        y, pool = step_in_pool(
+            attention,
+            x,
+            prefill,
+            batch.metadata,
+            batch.rows,
+            batch.decode_rows,
+            active=batch.active,
+            backend=backend,
+        )
+        return axes.sum_model(y), pool, None, None
     cache = None
     if prefill is not None:
         assert batch.start is not None
@@ -197,11 +213,10 @@ def forward(
 
     Returns the outputs and both caches after the step.
     """
-    rows = tokens.shape[0]
-    valid, none = batch.valid(rows), (None,) * model.config.num_hidden_layers
-    x = model.embed_tokens.embed(tokens, valid, axes)
+    none = (None,) * model.config.num_hidden_layers
     before = none if prefill is None else prefill.layers
     running = none if decode is None else decode.layers
+    x = model.embed_tokens.embed(tokens, batch.valid(tokens.shape[0]), axes)
     x, states, streams = model.stack(x, batch, before, running, backend, axes)
     x = model.norm(x)
     chosen = x if all_logits else _last_rows(x, batch)
@@ -217,6 +232,34 @@ def forward(
         decode = ModelCache(states.decode, decode.length + batch.active)  # type: ignore[arg-type]
     streams = (*streams, x) if hidden_states else ()  # type: ignore[assignment]
     return Outputs(model.head(chosen), tuple(streams), checkpoints), prefill, decode
+
+
+def forward_in_pools(
+    model: LanguageModel,
+    tokens: jax.Array,
+    batch: Batch,
+    layers: tuple[LayerState, ...],
+    *,
+    backend: str | None = None,
+    axes: Axes = Axes(),  # noqa: B008
+) -> tuple[jax.Array, tuple[LayerState, ...]]:
+    """`forward` where the states of all requests, and of all checkpoints, lie in pools.
+
+    Args:
+      model: the weights.
+      tokens: int32 [D + T].
+      batch: with `rows` and `decode_rows`, `table` and `decode_table` for the parts that it has.
+      layers: per layer, KDAState with a row of the pool each, or MLAPages.
+      backend: of the operator; None is the config's.
+      axes: as in `forward`.
+
+    Returns:
+      The logits of the rows that predict, float32 [D + N, V], and the pools after the step.
+    """
+    none = (None,) * model.config.num_hidden_layers
+    x = model.embed_tokens.embed(tokens, batch.valid(tokens.shape[0]), axes)
+    x, states, _ = model.stack(x, batch, layers, none, backend, axes)
+    return model.head(_last_rows(model.norm(x), batch)), states.prefill  # type: ignore[return-value]
 
 
 def _last_rows(x: jax.Array, batch: Batch) -> jax.Array:

@@ -24,7 +24,7 @@ from ..conv import token_positions
 from ..linear import Linear
 from .batch import Batch
 from .config import ModelConfig
-from .mla_attention import decode_attention, prefill_attention, write_rows
+from .mla_attention import contiguous_pages, decode_attention, prefill_attention, write_rows
 from .norm import RMSNorm
 
 
@@ -32,6 +32,29 @@ class MLACache(NamedTuple):
     """rows: [N, S, kv_lora + rope], one row per token; how many count is the model cache's."""
 
     rows: jax.Array
+
+    def paged(self, table: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The rows as pages, and the table that names them in order."""
+        return contiguous_pages(self.rows)
+
+    def with_pages(self, pages: jax.Array) -> MLACache:
+        """The cache after these pages were written."""
+        return MLACache(pages.reshape(self.rows.shape))
+
+
+class MLAPages(NamedTuple):
+    """pages: [P, B, kv_lora + rope], shared by all sequences; the batch's tables say whose."""
+
+    pages: jax.Array
+
+    def paged(self, table: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The pages and the table of the batch."""
+        assert table is not None
+        return self.pages, table
+
+    def with_pages(self, pages: jax.Array) -> MLAPages:
+        """The cache after these pages were written."""
+        return MLAPages(pages)
 
 
 class MLA(nnx.Module):
@@ -58,15 +81,21 @@ class MLA(nnx.Module):
         self.o_proj = Linear(heads * self.v_dim, hidden, dtype, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, batch: Batch, cache: MLACache | None, decode: MLACache | None
-    ) -> tuple[jax.Array, MLACache | None, MLACache | None]:
+        self,
+        x: jax.Array,
+        batch: Batch,
+        cache: MLACache | MLAPages | None,
+        decode: MLACache | None,
+    ) -> tuple[jax.Array, MLACache | MLAPages | None, MLACache | None]:
         """Writes the new rows, then attends.
 
         Args:
           x: [D + T, hidden].
           batch: which rows those are.
-          cache: [N, S, C], of the prefill's sequences; None with batch.metadata None.
-          decode: [D, S', C], of the decode rows; None without such rows.
+          cache: [N, S, C], of the prefill's sequences; None without a prefill. Or the pages of all
+            rows.
+          decode: [D, S', C], of the decode rows; None without such rows, or where they lie in the
+            pages of `cache`.
 
         Returns:
           y [D + T, hidden], and both caches with the new rows.
@@ -77,17 +106,37 @@ class MLA(nnx.Module):
         latent, share = jnp.split(self.kv_a_proj_with_mqa(x), [self.kv_lora], axis=-1)
         rows = jnp.concatenate([self.kv_a_layernorm(latent), share], axis=-1)
         scale, D, parts = (self.nope + self.rope) ** -0.5, batch.decodes, []
-        if decode is not None:
-            assert batch.active is not None and batch.decode_start is not None
+        # All is written before anything is read: a write behind a read would copy shared pages.
+        place = None
+        if batch.active is not None:
+            assert batch.decode_start is not None
             place = jnp.where(batch.active, batch.decode_start, -1)
-            decode = MLACache(write_rows(decode.rows, rows[:D], jnp.arange(D), place))
-            parts.append(decode_attention(q[:D], decode.rows, place + 1, scale, self.kv_lora))
+            own = cache if decode is None else decode
+            assert own is not None
+            pages, table = own.paged(batch.decode_table)
+            own = own.with_pages(write_rows(pages, table, rows[:D], jnp.arange(D), place))
+            if decode is None:
+                cache = own
+            else:
+                assert isinstance(own, MLACache)
+                decode = own
+        if batch.metadata is not None:
+            assert cache is not None
+            pages, table = cache.paged(batch.table)
+            where = locate(batch, rows.shape[0] - D)
+            cache = cache.with_pages(write_rows(pages, table, rows[D:], *where))
+        if place is not None:
+            own = cache if decode is None else decode
+            assert own is not None
+            pages, table = own.paged(batch.decode_table)
+            parts.append(decode_attention(q[:D], pages, table, place + 1, scale, self.kv_lora))
         if batch.metadata is not None:
             assert batch.start is not None and cache is not None
-            metadata, start = batch.metadata, batch.start
-            sequence, position = locate(batch, rows.shape[0] - D)
-            cache = MLACache(write_rows(cache.rows, rows[D:], sequence, position))
-            parts.append(prefill_attention(q[D:], cache.rows, metadata, start, scale, self.kv_lora))
+            pages, table = cache.paged(batch.table)
+            attended = prefill_attention(
+                q[D:], pages, table, batch.metadata, batch.start, scale, self.kv_lora
+            )
+            parts.append(attended)
         latent = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         values = jnp.einsum(
             "rhc,chv->rhv",

@@ -1,15 +1,17 @@
-"""Causal attention of latent queries on a compressed cache (the absorbed form of MLA).
+"""Causal attention of latent queries on a compressed, paged cache (the absorbed form of MLA).
 
 DeepSeek-V2 (arXiv:2405.04434), section 2.1: with the key expansion moved into the query and the
 value expansion behind the sum, all heads read one row of the cache per token, which is its latent
 and, behind it, the part of the key that all heads share:
 
     out[t, h] = sum_s softmax_s(scale * q[t, h] . cache[s]) cache[s, :value_dim]        s <= t
+
+The rows lie in pages [P, B, C]; a table names the pages of each sequence in order, so that several
+sequences can share a prefix (PagedAttention, arXiv:2309.06180). Keys are taken in blocks with a
+running maximum and sum (online softmax, arXiv:2205.14135).
 """
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,43 +23,62 @@ _KEY_BLOCK = 512
 _HIGHEST = lax.Precision.HIGHEST
 
 
+def contiguous_pages(cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A cache [N, S, C] with S rows for each sequence as pages, and its table [N, S / B]."""
+    N, S, C = cache.shape
+    size = _divisor(S)
+    table = jnp.arange(N * (S // size), dtype=jnp.int32).reshape(N, -1)
+    return cache.reshape(-1, size, C), table
+
+
 def write_rows(
-    cache: jax.Array, rows: jax.Array, sequence: jax.Array, position: jax.Array
+    pages: jax.Array, table: jax.Array, rows: jax.Array, sequence: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Puts rows [R, C] at (sequence, position) of a cache [N, S, C]; position < 0: nowhere."""
-    position = jnp.where(position < 0, cache.shape[1], position)
-    return cache.at[sequence, position].set(rows.astype(cache.dtype), mode="drop")
+    """Puts rows [R, C] at positions of sequences; position < 0 or past the table: nowhere."""
+    size, width = pages.shape[1], table.shape[1]
+    column = jnp.where(position < 0, width, position // size)
+    page = table.at[sequence, column].get(mode="fill", fill_value=pages.shape[0])
+    return pages.at[page, position % size].set(rows.astype(pages.dtype), mode="drop")
 
 
 def decode_attention(
-    q: jax.Array, cache: jax.Array, length: jax.Array, scale: float, value_dim: int
+    q: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    length: jax.Array,
+    scale: float,
+    value_dim: int,
 ) -> jax.Array:
-    """One query per row: q [D, H, C] on the first `length` [D] rows of cache [D, S, C].
+    """One query per row, on the first `length` tokens of its sequence.
 
-    Returns [D, H, value_dim] in float32; zeros where the length is 0.
+    Args:
+      q: [D, H, C].
+      pages: [P, B, C]. table: int32 [D, W].
+      length: int32 [D]. The longest one decides how many blocks are read.
+      scale: on the scores. value_dim: how much of a cache row is the value.
+
+    Returns:
+      [D, H, value_dim] in float32 (float64 for a float64 q); zeros where the length is 0.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    # A row that nobody sees may hold anything, and 0 times NaN is NaN.
-    cache = jnp.where((jnp.arange(cache.shape[1]) < length[:, None])[..., None], cache, 0)
-    scores = scale * jnp.einsum(
-        "dhc,dsc->dhs", q, cache, precision=_HIGHEST, preferred_element_type=wide
-    )
-    seen = (jnp.arange(cache.shape[1]) < length[:, None])[:, None]
-    peak = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True, initial=-1e30)
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, scores, peak) - peak), 0)
-    total = jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-30)
-    return jnp.einsum(
-        "dhs,dsc->dhc",
-        (weight / total).astype(cache.dtype),
-        cache[..., :value_dim],
-        precision=_HIGHEST,
-        preferred_element_type=wide,
-    )
+    blocks, per_page = _key_blocks(pages)
+    size = blocks.shape[1]
+
+    def attend(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        page = lax.dynamic_index_in_dim(table, block // per_page, axis=1, keepdims=False)
+        seen = block * size + jnp.arange(size) < length[:, None]
+        # A row that nobody sees may hold anything, and 0 times NaN is NaN.
+        keys = jnp.where(seen[..., None], blocks[page * per_page + block % per_page], 0)
+        return _attend(carry, q, keys, seen[:, None], "dhc,dsc->dhs", scale, value_dim)
+
+    needed = -(-jnp.max(length, initial=0) // size)
+    needed = jnp.minimum(needed, table.shape[1] * per_page)
+    return _normalised(lax.fori_loop(0, needed, attend, _nothing(q, value_dim)))
 
 
 def prefill_attention(
     q: jax.Array,
-    cache: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
     metadata: ChunkMetadata,
     start: jax.Array,
     scale: float,
@@ -65,13 +86,12 @@ def prefill_attention(
 ) -> jax.Array:
     """Packed queries on a cache that holds their own rows already.
 
-    Walks the chunk table, so that a query block belongs to one sequence, and the keys of each in
-    blocks with a running maximum and sum (online softmax, arXiv:2205.14135); blocks that lie
-    behind the last query of the chunk are skipped.
+    Walks the chunk table, so that a query block belongs to one sequence; key blocks that lie behind
+    the last query of the chunk are skipped.
 
     Args:
       q: [T, H, C].
-      cache: [N, S, C].
+      pages: [P, B, C]. table: int32 [N, W].
       metadata: of the T rows.
       start: int32 [N], the position of each sequence's first query.
       scale: on the scores. value_dim: how much of a cache row is the value.
@@ -80,10 +100,11 @@ def prefill_attention(
       [T, H, value_dim] in float32 (float64 for a float64 q), zeros in rows of padding.
     """
     T, H, C = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    size, block = metadata.chunk_size, math.gcd(cache.shape[1], _KEY_BLOCK)
+    chunk_size = metadata.chunk_size
+    blocks, per_page = _key_blocks(pages)
+    size = blocks.shape[1]
     seqs, chunks = jnp.asarray(metadata.seqs), jnp.asarray(metadata.chunks)
-    step = jnp.arange(size)
+    step = jnp.arange(chunk_size)
 
     def one_chunk(chunk: jax.Array) -> jax.Array:
         sequence, first, rows = jnp.maximum(chunk[0], 0), chunk[1], chunk[2]
@@ -91,39 +112,80 @@ def prefill_attention(
         position = start[sequence] + first - seqs[sequence, 0] + step
         last = position[0] + rows - 1
 
-        def attend(carry: tuple[jax.Array, ...], key0: jax.Array) -> tuple[jax.Array, ...]:
-            peak, total, out = carry
-            keys = lax.dynamic_slice(cache, (sequence, key0, 0), (1, block, C))[0]
-            keys = jnp.where((key0 + jnp.arange(block) <= last)[:, None], keys, 0)
-            scores = scale * jnp.einsum(
-                "bhc,sc->bhs", query, keys, precision=_HIGHEST, preferred_element_type=wide
+        def attend(carry: tuple[jax.Array, ...], block: jax.Array) -> tuple[jax.Array, ...]:
+            page = table[sequence, block // per_page]
+            keys = lax.dynamic_index_in_dim(
+                blocks, page * per_page + block % per_page, keepdims=False
             )
-            seen = (key0 + jnp.arange(block) <= position[:, None]) & (step < rows)[:, None]
-            scores = jnp.where(seen[:, None], scores, -1e30)
-            new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-            weight = jnp.where(seen[:, None], jnp.exp(scores - new_peak[..., None]), 0)
-            fade = jnp.exp(peak - new_peak)
-            added = jnp.einsum(
-                "bhs,sc->bhc",
-                weight.astype(cache.dtype),
-                keys[:, :value_dim],
-                precision=_HIGHEST,
-                preferred_element_type=wide,
-            )
-            total = total * fade + jnp.sum(weight, axis=-1)
-            return new_peak, total, out * fade[..., None] + added
+            key = block * size + jnp.arange(size)
+            keys = jnp.where((key <= last)[:, None], keys, 0)
+            seen = (key <= position[:, None]) & (step < rows)[:, None]
+            return _attend(carry, query, keys, seen[:, None], "dhc,sc->dhs", scale, value_dim)
 
-        def maybe(carry: tuple[jax.Array, ...], key0: jax.Array) -> tuple[tuple, None]:
-            needed = (rows > 0) & (key0 <= last)
-            return lax.cond(needed, attend, lambda carry, _: carry, carry, key0), None
+        def maybe(carry: tuple[jax.Array, ...], block: jax.Array) -> tuple[tuple, None]:
+            needed = (rows > 0) & (block * size <= last)
+            return lax.cond(needed, attend, lambda carry, _: carry, carry, block), None
 
-        zero = jnp.zeros_like(query, wide, shape=(size, H))
-        carry = (zero - 1e30, zero, jnp.zeros_like(query, wide, shape=(size, H, value_dim)))
-        starts = jnp.arange(0, cache.shape[1], block)
-        (_, total, out), _ = lax.scan(maybe, carry, starts)
-        return out / jnp.maximum(total, 1e-30)[..., None]
+        count = table.shape[1] * per_page
+        return _normalised(lax.scan(maybe, _nothing(query, value_dim), jnp.arange(count))[0])
 
     done = lax.map(one_chunk, chunks)
     rows = jnp.where(step < chunks[:, 2:3], chunks[:, 1:2] + step, T)
-    out = jnp.zeros_like(q, wide, shape=(T, H, value_dim))
+    out = jnp.zeros_like(q, _wide(q), shape=(T, H, value_dim))
     return out.at[rows].set(done, mode="drop")
+
+
+def _wide(q: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(q.dtype, jnp.float32)
+
+
+def _divisor(rows: int) -> int:
+    """The largest divisor within the size of a key block."""
+    return max(n for n in range(1, min(rows, _KEY_BLOCK) + 1) if rows % n == 0)
+
+
+def _key_blocks(pages: jax.Array) -> tuple[jax.Array, int]:
+    """Pages [P, B, C] as blocks [P * n, B / n, C] of at most _KEY_BLOCK rows, and n."""
+    per_page = pages.shape[1] // _divisor(pages.shape[1])
+    return pages.reshape(-1, pages.shape[1] // per_page, pages.shape[2]), per_page
+
+
+def _nothing(q: jax.Array, value_dim: int) -> tuple[jax.Array, ...]:
+    """Peak, total and output of rows [R, H] that have seen no key."""
+    zero = jnp.zeros_like(q, _wide(q), shape=q.shape[:2])
+    return zero - 1e30, zero, jnp.zeros_like(q, _wide(q), shape=(*q.shape[:2], value_dim))
+
+
+def _attend(
+    carry: tuple[jax.Array, ...],
+    q: jax.Array,
+    keys: jax.Array,
+    seen: jax.Array,
+    product: str,
+    scale: float,
+    value_dim: int,
+) -> tuple[jax.Array, ...]:
+    """One key block: `product` makes scores [R, H, s] of q and keys; seen: bool [R, 1, s]."""
+    peak, total, out = carry
+    wide = _wide(q)
+    scores = scale * jnp.einsum(product, q, keys, precision=_HIGHEST, preferred_element_type=wide)
+    scores = jnp.where(seen, scores, -1e30)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+    weight = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0)
+    fade = jnp.exp(peak - new_peak)
+    inputs, result = product.split("->")
+    queries, values = inputs.split(",")
+    added = jnp.einsum(
+        f"{result},{values}->{queries}",
+        weight.astype(keys.dtype),
+        keys[..., :value_dim],
+        precision=_HIGHEST,
+        preferred_element_type=wide,
+    )
+    total = total * fade + jnp.sum(weight, axis=-1)
+    return new_peak, total, out * fade[..., None] + added
+
+
+def _normalised(carry: tuple[jax.Array, ...]) -> jax.Array:
+    _, total, out = carry
+    return out / jnp.maximum(total, 1e-30)[..., None]

@@ -199,7 +199,7 @@ class ShardedSteps:
         )
         cache = cache_specs(self.config, self.mesh)
         saved = Checkpoints(
-            tuple(None if isinstance(c, MLACache) else c for c in cache.layers),
+            tuple(c if isinstance(c, KDAState) else None for c in cache.layers),
             P(data),  # type: ignore[arg-type]
             P(data),  # type: ignore[arg-type]
         )

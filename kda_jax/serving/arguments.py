@@ -18,7 +18,7 @@ def at_least(name: str, value: Any, least: int) -> None:
 def lengths_of(name: str, values: Any, *, least: int | None = 0) -> Array:
     """Reads a list of integers, int64 ``[N]``; none may be below `least`."""
     array = host_integers(values, name).astype(np.int64)
-    if least is not None and array.size and array.min() < least:
+    if least is not None and (array < least).any():
         i = int(np.argmax(array < least))
         raise ValueError(f"{name}[{i}] is {array[i]}, want at least {least}")
     return array

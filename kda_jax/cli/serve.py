@@ -1,0 +1,71 @@
+"""`serve`: a model from a folder behind OpenAI's completions API."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from pathlib import Path
+
+import jax
+
+from ..models import from_pretrained
+from ..models.sizes import parameter_count
+from ..models.tokenizer import load_tokenizer
+from ..serving import EngineConfig, build_engine, warm
+from ..serving.http import Server, Service
+from . import screen
+
+_BYTES_OF_A_TOKEN = 64  # of a request body, at most: a token number with its comma is far less
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run the command; 0 when a signal has ended it and all requests were finished."""
+    out = screen.console()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if args.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", args.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    overrides = {"backend": args.backend}
+    if args.dtype is not None:
+        overrides["dtype"] = args.dtype
+    begin = time.perf_counter()
+    model = from_pretrained(args.model, **overrides)
+    seconds = time.perf_counter() - begin
+    config = model.config
+    out.print(
+        f"model    {type(model).__name__}: {config.num_hidden_layers} layers,"
+        f" {parameter_count(model):,} parameters, {config.dtype}, in {seconds:.1f} s"
+    )
+    try:
+        tokenizer = load_tokenizer(args.model, config.vocab_size)
+    except ValueError as error:
+        tokenizer = None
+        out.print(f"prompts  token numbers only: {error}")
+    longest = args.max_model_len or min(config.max_position_embeddings, 8192)
+    engine_config = EngineConfig(
+        max_model_len=longest,
+        block_size=args.block_size,
+        budget=args.budget,
+        max_requests=args.max_requests,
+        max_prefills=args.max_prefills,
+        max_waiting=args.max_waiting,
+        cache_bytes=args.cache_bytes,
+        checkpoints=args.checkpoints,
+        checkpoint_blocks=args.checkpoint_blocks,
+        drop_draft_block=args.drop_draft_block,
+        live_tokens=args.live_tokens,
+    )
+    engine, runner = build_engine(model, engine_config)
+    sizes = engine.sizes
+    state = "on" if sizes.rule.enabled else f"off: {sizes.spec.reason}"
+    out.print(f"cache    {sizes.cache_bytes:,} bytes, blocks of {args.block_size} tokens;")
+    out.print(f"         checkpoints inside prompts are {state}")
+    if args.warm_up != 0:
+        out.print(f"warm-up  {warm(runner, limit=args.warm_up)}")
+    name = args.name or Path(args.model).resolve().name
+    service = Service(engine, name, tokenizer, max_body=4096 + _BYTES_OF_A_TOKEN * longest)
+    with engine:
+        Server(service, args.host, args.port).run()
+    out.print("ended    all requests are finished" if not engine.problem else engine.problem)
+    return 0 if engine.state == "closed" else 1
