@@ -132,13 +132,13 @@ struct CdnaLanes {
       if (!(__builtin_fabsf(a.x[e]) <= limit) && at < first) first = at;
     }
   }
-  static KDA_FN int32_t wave_min(int32_t x) {
+  static KDA_FN int32_t wave_min(int32_t x) {  // said to be scalar, so that what depends on it is, too
     KDA_UNROLL
     for (int d = 1; d < kWave; d *= 2) {
       const int32_t other = __builtin_amdgcn_ds_bpermute(4 * (lane() ^ d), x);
       x = other < x ? other : x;
     }
-    return x;
+    return __builtin_amdgcn_readfirstlane(x);
   }
   static KDA_FN void atomic_max(int32_t* p, int32_t value) { atomicMax(p, value); }
   static KDA_FN RowVec row_numbers() { return {float(row())}; }

@@ -179,30 +179,36 @@ struct Schedule {
   KDA_FN const float* entry(int64_t seq, int head, bool from_start) const {
     return from_start ? origin(seq, head) : waiting(seq, head, slab_first);
   }
-  // Where a slice's state goes behind the slab, null: nowhere. `beyond`: whether this walk of it met what a narrow
-  // policy does not hold; those of earlier slabs have reported it.
-  KDA_FN float* exit(int64_t seq, int head, int slice, bool beyond) const {
+  // Where a slice's state goes behind the slab. Walks of earlier slabs have reported what they met.
+  KDA_FN typename W::Exit exit(int64_t seq, int head, int slice) const {
     const SeqRow row = seq_row(seq);
-    if (done(seq, head, slice)) return nullptr;
-    if (int64_t(row.first_chunk) + row.num_chunks > slab_last) return waiting(seq, head, slab_last);
-    if (Policy::kNarrow && p.in_pool && (beyond || *status(seq, head, slice) != 0)) return nullptr;
-    return final_state(seq, head, slice);
+    if (done(seq, head, slice)) return {nullptr, false};
+    if (int64_t(row.first_chunk) + row.num_chunks > slab_last)
+      return {waiting(seq, head, slab_last), false};
+    if (!Policy::kNarrow || !p.in_pool) return {final_state(seq, head, slice), false};
+    return {*status(seq, head, slice) != 0 ? nullptr : final_state(seq, head, slice), true};
+  }
+  // `beyond`: whether this walk of it met what a narrow policy does not hold.
+  KDA_FN float* exit(int64_t seq, int head, int slice, bool beyond) const {
+    const typename W::Exit at = exit(seq, head, slice);
+    return at.unless_beyond && beyond ? nullptr : at.to;
   }
   KDA_FN void leave(const State& state, int64_t seq, int head, int slice) const {
-    if (float* to = exit(seq, head, slice, any_beyond(state)))
-      W::store_state(state, to, W::strides(p), slice);
+    if (state.exit.to && !(state.exit.unless_beyond && any_beyond(state)))
+      W::store_state(state, state.exit.to, W::strides(p), slice);
     report(state, seq, head, slice);
   }
-  // Of all lanes. Without a pool nothing depends on it.
-  KDA_FN bool any_beyond(const State& state) const {
-    return Policy::kNarrow && p.in_pool && Tiles::wave_min(state.beyond) != kNone;
+  KDA_FN bool any_beyond(const State& state) const {  // of all lanes
+    return Policy::kNarrow && Tiles::wave_min(state.beyond) != kNone;
   }
   template <class States>
   KDA_FN void walk_slab(States& states, int64_t seq, int head, int from, int to) const {
     const Range range = range_in_slab(seq);
     if (range.first >= range.last) return;
-    for (int slice = from; slice < to; ++slice)
+    for (int slice = from; slice < to; ++slice) {
       load(states(slice), entry(seq, head, range.from_start), slice);
+      states(slice).exit = exit(seq, head, slice);
+    }
     walk(states, head, from, to, range.first, range.last);
     for (int slice = from; slice < to; ++slice) leave(states(slice), seq, head, slice);
   }

@@ -30,10 +30,16 @@ struct Walk {
   using Layout = Blob<Tiles, K, C>;
   static constexpr int KT = K / kTile, NT = C / kTile;
 
+  // Where a state goes behind a walk: known before it, so that a GPU keeps nothing that it follows from.
+  struct Exit {
+    float* to;           // null: nowhere
+    bool unless_beyond;  // nor if the walk meets what a narrow policy does not hold
+  };
   struct State {
     Acc s[KT];
     int32_t beyond;       // the first token whose r or v' a narrow policy does not hold
     int32_t writes_from;  // the first token whose results are written
+    Exit exit;
   };
   using StateOperands = typename Tiles::template Left<Decay>[KT];
 

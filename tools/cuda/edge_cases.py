@@ -15,10 +15,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kda_jax import ChunkMetadata, chunk_kda_prefill
 from kda_jax.testing import make_case, relative_error
+from kda_jax.testing_pool import pool_case
 
 # Lengths, options of make_case, groups.
 CASES: list[tuple[list[int], dict, int | None]] = [
@@ -54,7 +56,33 @@ def run_all() -> None:
         errors = [relative_error(x, y) if x.size else 0.0 for x, y in zip(got, want, strict=True)]
         print(seq_lens, options, groups, [f"{e:.1e}" for e in errors], flush=True)
         assert max(errors) < 1e-2, "wrong result"
+    for groups in (None, 2):
+        in_a_pool(groups)
     print("edge cases ok", flush=True)
+
+
+def in_a_pool(groups: int | None) -> None:
+    """The bits of states by sequence, also where a second pass replaces the row it starts from."""
+    case = make_case(
+        "random",
+        seq_lens=[70, 0, 130],
+        H=1,
+        K=64,
+        V=64,
+        dtype="bfloat16",
+        initial_state=[True, False, True],
+        checkpoint_offsets=[[64], [], [7]],
+    )
+    for factor in (1.0, 1e6):
+        state = case.initial_state.copy()
+        state[:, :, 17] *= factor
+        p = pool_case(dataclasses.replace(case, initial_state=state), dropped=[1])
+        fused = functools.partial(chunk_kda_prefill, backend="fused", groups=groups)
+        want = fused(*p.case.args, **p.case.kwargs)
+        got = fused(*p.case.args, state_cache=jnp.array(p.pool), **p.options)
+        same = np.array_equal(got.state_cache, p.after(want), equal_nan=True)
+        print("in a pool", groups, factor, same, flush=True)
+        assert same and np.array_equal(got.out, want.out), "wrong result"
 
 
 def plant() -> None:
