@@ -88,7 +88,10 @@ def _status() -> NativeStatus:
                 instruction_set = module.instruction_set()
             else:
                 architectures[platform] = module.architectures()
-            for target, capsule in module.handlers().items():
+            handlers = module.handlers()
+            if missing := [name for name in (TARGET, POOL_TARGET) if name not in handlers]:
+                raise ImportError(f"the native library has no {missing[0]}; {_REBUILD}")
+            for target, capsule in handlers.items():
                 jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])
         except ImportError as error:
             reasons[platform] = str(error)
