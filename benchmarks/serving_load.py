@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         *(sys.executable, "-m", "kda_jax", "serve", str(args.model), "--port", "{port}"),
         *("--block-size", str(args.block_size), "--budget", "1024", "--max-requests", "16"),
         *("--max-model-len", str(args.longest + args.block_size + args.max_tokens)),
-        *("--cache-bytes", "16M", "--checkpoint-blocks", "4", "--max-waiting", "48"),
+        *("--cache-bytes", "4M", "--checkpoint-blocks", "4", "--max-waiting", "48"),
     ]
     results = {"machine": machine.describe(), "load": run(args, command)}
     stem = args.output / (args.name or "serving_load_cpu")

@@ -114,18 +114,20 @@ def chunk_kda_prefill(
       With state_cache `KDAPoolResult`: out, and the pool after the call.
 
     **In a pool.** Donate it (``jax.jit(step, donate_argnames=...)``) and it is updated where it
-    lies: the rows are gathered before the backend and scattered after it. A pool that is not
-    donated is copied first and stays as it was. With has_initial_state a False row is written
-    without being read. Rows of padding in the metadata have no row, whatever their index says. All
-    other rows keep their bits.
+    lies: by "fused" inside its custom call, row by row, and around any other backend by a gather
+    and a scatter. A pool that is not donated is copied first and stays as it was. With
+    has_initial_state a False row is written without being read. Rows of padding in the metadata
+    have no row, whatever their index says. All other rows keep their bits.
 
     The rows that one call writes must be distinct, and no sequence may hold the row that a
     checkpoint goes to. NumPy indices are checked for that; others never leave the device, so take
     them from `kda_jax.serving.step_rows`, which checks them on the host. An index outside of the
     pool is skipped on the device.
 
-    A pool may be sharded over heads. Under `jax.vmap` each call needs a pool of its own, and the
-    rows are gathered and scattered, as they are for a derivative.
+    A pool may be sharded over heads, and goes into an exported program as it is; sharded over
+    rows it is gathered first. Under `jax.vmap` each call has a pool of its own, whose rows are
+    gathered and scattered, whatever the backend. A derivative needs the pool as it was, so that it
+    is copied.
 
     Raises:
       ValueError: an argument is wrong; names it and says what it should be.

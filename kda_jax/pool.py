@@ -29,7 +29,9 @@ def rows_in_use(indices: jax.Array, used: jax.Array, num_rows: int) -> jax.Array
 
 def read_rows(states: jax.Array, rows: jax.Array, *within: slice) -> jax.Array:
     """``states[rows, *within]``; row ``num_rows`` of `rows_in_use` reads anything."""
-    return states.at[(rows, *within)].get(mode="clip")
+    # Without the barrier XLA reads the rows again wherever they are used, also behind the write of
+    # the new ones, and copies the whole pool first so that they are still there.
+    return jax.lax.optimization_barrier(states.at[(rows, *within)].get(mode="clip"))
 
 
 def write_rows(states: jax.Array, rows: jax.Array, values: jax.Array, *within: slice) -> jax.Array:
@@ -39,7 +41,10 @@ def write_rows(states: jax.Array, rows: jax.Array, values: jax.Array, *within: s
     # Distinct rows past the end: XLA may then write all rows at once.
     past = states.shape[0] + jnp.arange(rows.shape[0], dtype=rows.dtype)
     rows = jnp.where(rows < states.shape[0], rows, past)
-    return states.at[(rows, *within)].set(values, mode="drop", unique_indices=True)
+    # Nor may the write be done again for each reader.
+    return jax.lax.optimization_barrier(
+        states.at[(rows, *within)].set(values, mode="drop", unique_indices=True)
+    )
 
 
 def around_rows(

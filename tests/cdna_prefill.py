@@ -23,9 +23,10 @@ import numpy as np
 from cdna_sim.code_object import load
 from cdna_sim.memory import POISON
 
-from kda_jax import KDAResult
+from kda_jax import KDAPoolResult, KDAResult
 from kda_jax.fused import FusedBackend
 from kda_jax.testing import Case
+from kda_jax.testing_pool import PoolCase
 from kda_jax.types import KDAConfig, KDAInputs
 from kda_jax.workspace import workspace
 
@@ -47,7 +48,7 @@ class Tensor(ctypes.Structure):
 
 _POINTERS = (
     *("A_log", "dt_bias", "initial_state", "has_initial_state", "seqs", "chunks", "checkpoints"),
-    *("out", "final_state", "checkpoint_state", "workspace"),
+    *("out", "final_state", "checkpoint_state", "state_rows", "checkpoint_rows", "workspace"),
 )
 
 
@@ -61,8 +62,8 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("H", "K", "V", "C")),
         *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
         ("gate", ctypes.c_int32),
-        *((name, ctypes.c_bool) for name in ("l2norm", "state_kv", "mixed")),
-        *((name, ctypes.c_int32) for name in ("groups", "slab_chunks")),
+        *((name, ctypes.c_bool) for name in ("l2norm", "state_kv", "mixed", "in_pool")),
+        *((name, ctypes.c_int32) for name in ("groups", "slab_chunks", "pool_rows")),
     )
 
 
@@ -97,7 +98,7 @@ def shared_bytes(K: int, C: int) -> int:
 class Run:
     """What one call gave: the operator's results, and statistics by stage and launch."""
 
-    result: KDAResult
+    result: Any  # KDAResult, or KDAPoolResult of a call in a pool
     stats: dict[str, list[cdna_sim.Stats]]
 
 
@@ -182,7 +183,7 @@ def packed(case: Case, groups: int, layout: str) -> tuple[KDAInputs, KDAConfig]:
 
 def prefill(
     arch: str,
-    case: Case,
+    given: Case | PoolCase,
     *,
     groups: int = 1,
     layout: str = "vk",
@@ -194,22 +195,25 @@ def prefill(
 
     ``missing_bytes``: at the end of the workspace, which the kernels are told to be whole.
     """
+    pool = given if isinstance(given, PoolCase) else None
+    case = given.case if isinstance(given, PoolCase) else given
     inputs, config = packed(case, groups, layout)
     m, (T, H, K), V = case.metadata, inputs.q.shape, inputs.v.shape[-1]
     N, M, NC = m.capacity.sequences, m.capacity.checkpoints, m.capacity.chunks
-    chunks, num_bytes = workspace("rocm", H, K, V, m, groups)
+    chunks, num_bytes = workspace("rocm", H, K, V, m, groups, pool is not None)
     if slab:
         per_chunk = H * (2 * (3 * m.chunk_size * K + m.chunk_size * V) + 4 * K + 128)
         rows = m.chunk_size // TILE
         per_chunk += H * rows * (rows + 1) // 2 * 512
         chunks, num_bytes = slab, num_bytes - (chunks - slab) * per_chunk
+        num_bytes += 8 * H * K * V if pool and slab < NC else 0
     state = (V, K) if layout == "vk" else (K, V)
     poison = functools.partial(np.full, fill_value=POISON, dtype=np.uint32)
-    result = KDAResult(
-        np.full((T, H, V), np.nan, inputs.v.dtype),
-        poison((N, H, *state)).view(np.float32),
-        poison((M, H, *state)).view(np.float32),
-    )
+    out = np.full((T, H, V), np.nan, inputs.v.dtype)
+    final, saved = (poison((n, H, *state)).view(np.float32) for n in (N, M))
+    result: Any = KDAResult(out, final, saved)
+    if pool:
+        result = KDAPoolResult(out, pool.pool.copy())
     memory = cdna_sim.GlobalMemory()
 
     def address(array: Any, name: str, writable: bool = False) -> int:
@@ -231,12 +235,24 @@ def prefill(
     for name in ("q", "k", "v", "g", "beta"):
         array = getattr(inputs, name)
         setattr(problem, name, Tensor(address(array, name), _DTYPES[array.dtype.name]))
-    for name in ("A_log", "dt_bias", "initial_state", "has_initial_state"):
+    for name in ("A_log", "dt_bias"):
         setattr(problem, name, address(getattr(inputs, name), name))
     for name in ("seqs", "chunks", "checkpoints"):
         setattr(problem, name, address(getattr(m, name), name))
-    for name, array in result._asdict().items():
-        setattr(problem, name, address(array, name, True))
+    problem.out = address(out, "out", True)
+    if pool:
+        rows = pool.rows
+        problem.in_pool, problem.pool_rows = True, pool.pool.shape[0]
+        problem.final_state = address(result.state_cache, "state_cache", True)
+        problem.initial_state = problem.checkpoint_state = problem.final_state
+        problem.has_initial_state = address(rows.has_initial_state, "has_initial_state")
+        problem.state_rows = address(rows.state_indices, "state_indices")
+        problem.checkpoint_rows = address(rows.checkpoint_state_indices, "checkpoint rows")
+    else:
+        for name in ("initial_state", "has_initial_state"):
+            setattr(problem, name, address(getattr(inputs, name), name))
+        problem.final_state = address(final, "final_state", True)
+        problem.checkpoint_state = address(saved, "checkpoint_state", True)
     io = {"bfloat16": "BF16", "float16": "F16"}[inputs.q.dtype.name]
     launcher = _Launcher(code_object(arch, io, K), problem, memory, order)
     _launch(problem, launcher)

@@ -25,6 +25,7 @@ from cdna_sim.code_object import load
 
 from kda_jax import KDAResult, supports
 from kda_jax.testing import Case, make_case, relative_error, scan_in_float64
+from kda_jax.testing_pool import pool_case
 
 # Relative errors: against float64 what bfloat16 costs, against the host what the last bits of exp2
 # and the order of sums cost (an output may round the other way in bfloat16).
@@ -151,6 +152,41 @@ def test_values_beyond_float16_make_a_second_pass(arch: str) -> None:
     ):
         assert relative_error(x, ref) <= SCAN, what
     assert all(run.stats[name][0].classes["mfma"] for name in ("second prologue", "second walk"))
+
+
+POOLS: dict[str, tuple[list[int], dict[str, Any], float]] = {
+    "rows": ([1, 64, 65, 0, 17], {}, 1.0),
+    "slabs": ([130, 70], {"slab": 2}, 1.0),
+    "groups": ([130, 70], {"groups": 3}, 1.0),
+    "beyond fp16": ([1, 64, 65, 0, 17], {}, 1e6),
+    "beyond fp16, slabs": ([130, 70], {"slab": 2}, 1e6),
+    "beyond fp16, groups": ([130, 70], {"groups": 3}, 1e6),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("arch", cdna_prefill.ARCHITECTURES)
+def test_states_in_a_pool(arch: str, name: str) -> None:
+    """The bits of states by sequence, also where a second pass starts from the row it replaces."""
+    lengths, how, factor = POOLS[name]
+    case = make_case(
+        "random",
+        seq_lens=lengths,
+        **DIMS,
+        initial_state=[n != 1 for n in range(len(lengths))],
+        checkpoint_offsets=[[1], [33], *[[] for _ in lengths[2:]]],
+        capacity="bucket",
+    )
+    state = case.initial_state.copy()
+    state[:, :, 17] *= factor  # of one slice alone
+    case = dataclasses.replace(case, initial_state=state)
+    none = [2, 3] if name == "rows" else []  # have no row in the pool
+    p = pool_case(case, without=none, dropped=[1] if none else [])
+    want = cdna_prefill.prefill(arch, p.case, **how)
+    got = cdna_prefill.prefill(arch, p, **how)
+    assert_same_bits(got.result.out, want.result.out, "out")
+    assert_same_bits(got.result.state_cache, p.after(want.result), "state_cache")
+    assert any(x.classes["mfma"] for x in got.stats["second walk"]) == (factor > 1)
 
 
 def test_a_workspace_that_is_too_small_faults() -> None:

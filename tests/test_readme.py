@@ -20,8 +20,8 @@ def blocks():
 
 
 def test_example_prints_what_the_readme_says():
-    code, models, *sketches = blocks()
-    assert "kda_jax.models" in models
+    code, models, pool, *sketches = blocks()
+    assert "kda_jax.models" in models and "state_cache" in pool
     for sketch in sketches:  # with the reader's own model in it
         compile(sketch, str(README), "exec")
     assert len(code.splitlines()) <= 15
@@ -30,5 +30,11 @@ def test_example_prints_what_the_readme_says():
 
 def test_example_of_the_models():
     code = blocks()[1]
+    assert len(code.splitlines()) <= 24
+    run(code)
+
+
+def test_example_of_a_pool():
+    code = blocks()[2]
     assert len(code.splitlines()) <= 24
     run(code)

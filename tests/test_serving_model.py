@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_cases import k3, random_model, text
-from programs import count_compiles, quick_jit
+from programs import FUSED, count_compiles, quick_jit
 
 from kda_jax import models
 from kda_jax.models import generation
@@ -60,6 +60,7 @@ def quick() -> Any:
         yield
 
 
+optimized_step = runner.run_step
 _prefill = quick_jit(generation.prefill.__wrapped__, static_argnames=("backend",))
 _decode = quick_jit(generation.decode_step.__wrapped__, donate_argnames=("cache",))
 
@@ -268,3 +269,36 @@ def test_a_seed_draws_the_same_whatever_else_runs(model: Any) -> None:
         for client in together:
             client.result()
         assert Client(engine, PROMPTS[3], **params | {"seed": 8}).result() != alone
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="XLA of jaxlib 0.10 drops optimization barriers on the CPU before it fuses, and copies",
+)
+@pytest.mark.parametrize("backend", ["chunked", FUSED])
+@pytest.mark.parametrize("tokens", [0, 60])
+def test_no_step_copies_a_pool(backend: str, tokens: int) -> None:
+    """Decodes alone and a mixed step: what XLA needs beside its arguments is far below a pool."""
+    model = random_model(k3(2, num_experts=0, moe_intermediate_size=0), backend=backend)
+    config = EngineConfig(
+        max_model_len=512,
+        block_size=64,
+        budget=66,
+        max_requests=2,
+        max_prefills=1,
+        cache_bytes=2**28,
+    )
+    _, steps = build_engine(model, config)
+    step, needed = optimized_step, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        needed.append(step.lower(*args, **options).compile().memory_analysis())
+        return step(*args, **options)
+
+    pools = jax.tree.leaves(steps._state)[:-1]
+    places, least = [pool.unsafe_buffer_pointer() for pool in pools], min(p.nbytes for p in pools)
+    with mock.patch.object(runner, "run_step", watched):
+        steps.warm(steps.buckets.find(1, tokens, tokens > 0))
+    assert needed[0].temp_size_in_bytes < least / 4
+    after = jax.tree.leaves(steps._state)[:-1]
+    assert [pool.unsafe_buffer_pointer() for pool in after] == places

@@ -1,39 +1,21 @@
 """Heads over devices: the same numbers, and nothing moves between the devices.
 
-The checks run in one process of their own, on 8 virtual CPU devices: this file, as a script, prints
-what each of them found.
+The checks run on 8 virtual CPU devices (virtual_devices.py).
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from virtual_devices import Checks
 
-DEVICES = 8
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a check; with names, once for each, which is its argument."""
-
-    def register(fn: Callable[..., None]) -> Callable[..., None]:
-        for name in names or ("",):
-            label = f"{fn.__name__}[{name}]" if name else fn.__name__
-            CHECKS[label] = functools.partial(fn, *filter(None, [name]))
-        return fn
-
-    return register
+CHECKS = Checks(__file__)
+check = CHECKS.check
 
 
 class Setting:
@@ -134,15 +116,22 @@ def trace(fn: Callable[..., Any], arrays: Any) -> None:
     jax.jit(fn).trace(*arrays)
 
 
-def run(fn: Callable[..., Any], arrays: Any, calls: int = 1, moves: bool = False) -> Any:
+def run(
+    fn: Callable[..., Any],
+    arrays: Any,
+    calls: int = 1,
+    moves: bool = False,
+    target: str = "kda_prefill_v1",
+    **options: Any,
+) -> Any:
     """Compiles and runs; the program has no collectives and that many custom calls."""
     from programs import quick_jit
 
-    compiled = quick_jit(fn).lower(*arrays).compile()
+    compiled = quick_jit(fn, **options).lower(*arrays).compile()
     text = compiled.as_text()
     found = [name for name in COLLECTIVES if name in text]
     assert moves or not found, f"the program holds {found}"
-    have = text.count('custom_call_target="kda_prefill_v1"')
+    have = text.count(f'custom_call_target="{target}"')
     assert have == calls, f"{have} custom calls, want {calls}"
     return compiled(*arrays)
 
@@ -330,40 +319,10 @@ def batch_and_heads_with_shard_map() -> None:
     assert_close(run(got, placed, moves=True), quick_jit(want)(*args))
 
 
-def main() -> None:
-    found = {}
-    for name, fn in CHECKS.items():
-        try:
-            fn()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc(limit=-4)
-    json.dump(found, sys.stdout)
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, str]]:
-    flags = os.environ.get("XLA_FLAGS", "")
-    flags += f" --xla_force_host_platform_device_count={DEVICES}"
-    flags += " --xla_backend_optimization_level=0"  # compiles in half the time
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    run = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=900
-    )
-    assert run.returncode == 0, run.stderr
-    yield json.loads(run.stdout)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_virtual_devices(name: str, outcomes: dict[str, str]) -> None:
-    from kda_jax import supports
-
-    support = supports("fused")
-    if not support and not any(x in name for x in ("auto", "chunked", "scan")):
-        pytest.skip(support.reason)
-    assert not outcomes[name], outcomes[name]
+@pytest.mark.parametrize("name", CHECKS.all)
+def test_on_virtual_devices(name: str) -> None:
+    CHECKS.assert_found_nothing(name)
 
 
 if __name__ == "__main__":
-    main()
+    CHECKS.main()

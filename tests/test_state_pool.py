@@ -23,11 +23,12 @@ from cases import (
     make_case,
     prefill,
 )
-from pool_cases import PoolCase, assert_right, pool_case
+from pool_cases import assert_right, call_in_pool
 
 from kda_jax import CallSpec, KDAResult, chunk_kda_prefill, register_backend
 from kda_jax.chunked import ChunkedBackend
 from kda_jax.testing import TOLERANCES, relative_error
+from kda_jax.testing_pool import PoolCase, pool_case
 from kda_jax.types import KDAConfig, KDAInputs
 
 LENGTHS = [300, 1, 0, 64, 129, 0]
@@ -50,16 +51,16 @@ def example(**options: Any) -> PoolCase:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_against_the_recurrence(path: str, seed: int) -> None:
     p = example(seed=seed)
-    assert_right(p.call(prefill(path)), p, *tolerances(path))
+    assert_right(call_in_pool(prefill(path), p), p, *tolerances(path))
 
 
 @all_paths()
 def test_rows_that_are_not_there(path: str) -> None:
     """A sequence without a row starts from zeros; a checkpoint without one is dropped."""
     p = example(without=[0, 3], dropped=[1, 3])
-    assert_right(p.call(prefill(path)), p, *tolerances(path))
+    assert_right(call_in_pool(prefill(path), p), p, *tolerances(path))
     nowhere = example(without=range(len(LENGTHS)), dropped=range(5))
-    got = nowhere.call(prefill(path))
+    got = call_in_pool(prefill(path), nowhere)
     assert_same_bits(got.state_cache, nowhere.pool)
     assert_right(got, nowhere, *tolerances(path))
 
@@ -70,7 +71,7 @@ def test_the_same_bits_as_states_by_sequence(path: str, seed: int) -> None:
     p = example(seed=seed, without=[seed], dropped=[seed])
     fn = prefill(path)
     want = call(fn, p.case)
-    got = p.call(fn)
+    got = call_in_pool(fn, p)
     assert_same_bits(got.out, want.out, "out")
     assert_same_bits(got.state_cache, p.after(want), "state_cache")
 
@@ -78,7 +79,7 @@ def test_the_same_bits_as_states_by_sequence(path: str, seed: int) -> None:
 @all_paths()
 def test_the_other_layout(path: str) -> None:
     p = example(state_layout="kv")
-    got = p.call(prefill(path), state_layout="kv")
+    got = call_in_pool(prefill(path), p, state_layout="kv")
     assert_right(got, p, *tolerances(path), state_layout="kv")
 
 
@@ -86,7 +87,7 @@ def test_the_other_layout(path: str) -> None:
 def test_activated_gates(path: str) -> None:
     p = example()
     want = call(activated(path, False), p.case)
-    got = p.call(activated(path, False))
+    got = call_in_pool(activated(path, False), p)
     assert_same_bits(got.out, want.out, "out")
     assert_same_bits(got.state_cache, p.after(want), "state_cache")
 
@@ -95,7 +96,7 @@ def test_activated_gates(path: str) -> None:
 def test_a_checkpoint_equals_a_prefill_that_stops_there(path: str) -> None:
     """Bit for bit, from the same row of the pool."""
     p = example()
-    got = p.call(prefill(path))
+    got = call_in_pool(prefill(path), p)
     for row, (name, m) in p.written.items():
         if name != "checkpoint_state":
             continue
@@ -108,7 +109,7 @@ def test_a_checkpoint_equals_a_prefill_that_stops_there(path: str) -> None:
             getattr(cut, x)[:, :offset] = getattr(p.case, x)[:, first : first + offset]
         again = PoolCase(cut, p.pool, p.rows, {})
         rows = {"checkpoint_state_indices": np.full(BASE.checkpoints, -1, np.int32)}
-        stopped = again.call(prefill(path), **rows)
+        stopped = call_in_pool(prefill(path), again, **rows)
         live = int(p.rows.state_indices[n])
         assert_same_bits(got.state_cache[row], stopped.state_cache[live], f"{n} at {offset}")
 
@@ -125,7 +126,7 @@ def test_indices_outside_of_the_pool(path: str) -> None:
     saved[p.case.metadata.num_checkpoints :] = saved[0]
     odd = {"state_indices": jnp.asarray(live), "checkpoint_state_indices": jnp.asarray(saved)}
     fn = prefill(path)
-    want, got = p.call(fn), p.call(fn, **odd)
+    want, got = call_in_pool(fn, p), call_in_pool(fn, p, **odd)
     assert_same_bits(got.out, want.out, "out")
     assert_same_bits(got.state_cache, want.state_cache, "state_cache")
 
@@ -142,7 +143,7 @@ def test_states_out_of_fp16(path: str, factor: float) -> None:
     state[3] *= factor
     p = pool_case(dataclasses.replace(case, initial_state=state))
     fn = prefill(path)
-    want, got = call(fn, p.case), p.call(fn)
+    want, got = call(fn, p.case), call_in_pool(fn, p)
     assert_same_bits(got.out, want.out, "out")
     assert_same_bits(got.state_cache, p.after(want), "state_cache")
     bf16 = (1.5e-2, 1.5e-2)  # all operands of a second pass, 2^-8 each
@@ -157,7 +158,7 @@ def test_values_out_of_fp16(path: str, token: int) -> None:
     v[0, token, 1, 20] = 1e30
     p = pool_case(dataclasses.replace(case, v=v))
     fn = prefill(path)
-    want, got = call(fn, p.case), p.call(fn)
+    want, got = call(fn, p.case), call_in_pool(fn, p)
     assert_same_bits(got.out, want.out, "out")
     assert_same_bits(got.state_cache, p.after(want), "state_cache")
     assert np.isfinite(got.state_cache[list(p.written)]).all()
@@ -168,7 +169,7 @@ def test_nothing_to_run(path: str) -> None:
     """Empty sequences keep their rows, or have zeros written where nothing is read."""
     case = make_case("random", seq_lens=[0, 0, 0], **DIMS, initial_state=[True, False, True])
     p = pool_case(case, without=[2])
-    got = p.call(prefill(path))
+    got = call_in_pool(prefill(path), p)
     want = p.pool.copy()
     want[p.rows.state_indices[1]] = 0
     assert_same_bits(got.state_cache, want)
@@ -207,12 +208,12 @@ def test_a_registered_backend(registry: None) -> None:
     register_backend(OneRowAtATime())
     p = example(without=[1], dropped=[0])
     fn = functools.partial(chunk_kda_prefill, backend="somebody's")
-    assert_right(p.call(fn), p, *tolerances("chunked"))
+    assert_right(call_in_pool(fn, p), p, *tolerances("chunked"))
 
 
 def test_auto() -> None:
     p = example(without=[1], dropped=[0])
-    assert_right(p.call(chunk_kda_prefill), p, *tolerances("fused"))
+    assert_right(call_in_pool(chunk_kda_prefill, p), p, *tolerances("fused"))
 
 
 def test_float64(x64: None) -> None:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DIMS, all_paths, assert_same_bits, make_case, prefill
-from pool_cases import PoolCase, pool_case
+from pool_cases import call_in_pool
 from programs import BACKENDS, count_compiles
 
 from kda_jax import ChunkMetadata, KDAPoolResult, chunk_kda_prefill
 from kda_jax.serving import StepRows, step_rows
+from kda_jax.testing_pool import PoolCase, pool_case
 
 R = 2048  # rows, so that the pool is larger than all else
 
@@ -59,7 +60,7 @@ def test_a_donated_pool_stays_where_it_is(path: str) -> None:
     got = program(pool, *arguments(p))
     assert pool.is_deleted()
     assert got.state_cache.unsafe_buffer_pointer() == address
-    assert_same_bits(got.state_cache, p.call(fn).state_cache)
+    assert_same_bits(got.state_cache, call_in_pool(fn, p).state_cache)
 
 
 @pytest.mark.parametrize("backend", ["fused", "auto"])
@@ -84,7 +85,7 @@ def test_a_pool_that_is_not_donated_stays_as_it_was(path: str) -> None:
     got = jax.jit(step(prefill(path)))(pool, *arguments(p))
     assert_same_bits(pool, p.pool)
     assert got.state_cache.unsafe_buffer_pointer() != pool.unsafe_buffer_pointer()
-    assert_same_bits(got.state_cache, p.call(prefill(path)).state_cache)
+    assert_same_bits(got.state_cache, call_in_pool(prefill(path), p).state_cache)
 
 
 @all_paths(["scan", "chunked", "fused"])
@@ -135,10 +136,10 @@ def test_no_sync_with_the_device() -> None:
     """NumPy rows go in, and nothing comes back, while transfers to the host are forbidden."""
     p = example()
     pool = jnp.array(p.pool)
-    jax.block_until_ready(p.call(chunk_kda_prefill))
+    jax.block_until_ready(call_in_pool(chunk_kda_prefill, p))
     with jax.transfer_guard_device_to_host("disallow"):
         got = chunk_kda_prefill(*p.case.args, state_cache=pool, **p.options)
-    assert_same_bits(got.state_cache, p.call(chunk_kda_prefill).state_cache)
+    assert_same_bits(got.state_cache, call_in_pool(chunk_kda_prefill, p).state_cache)
 
 
 def test_rows_of_a_step_are_checked_on_the_host_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -20,7 +21,8 @@ from kda_jax import KDAResult, native, verify
 from kda_jax.cli import main
 from kda_jax.cli import verify as command
 from kda_jax.testing import Case
-from kda_jax.verify import exact, parity, timing
+from kda_jax.testing_pool import PoolCase
+from kda_jax.verify import exact, in_pool, parity, timing
 from kda_jax.verify.parity import Parity
 from kda_jax.verify.path import Path, first_difference
 
@@ -132,6 +134,22 @@ def _shares_memory(path: Path, case: Case, result: KDAResult) -> KDAResult:
     return _noise(path, case, result)
 
 
+def _moves_the_pool(call: Any, p: PoolCase, result: Any) -> Any:
+    return *result[:2], True
+
+
+def _touches_a_row(call: Any, p: PoolCase, result: Any) -> Any:
+    out, pool, moved = result
+    pool = pool.copy()
+    pool[p.others[0]] = 0
+    return out, pool, moved
+
+
+def _starts_again_from_the_end(call: Any, p: PoolCase, result: Any) -> Any:
+    """As a second pass would that reads the row that the first one wrote."""
+    return call(dataclasses.replace(p, pool=result[1]))
+
+
 FAULTS: dict[Callable[[Path], None], Any] = {
     exact.again: _noise,
     exact.two_threads: _shares_memory,
@@ -144,11 +162,17 @@ FAULTS: dict[Callable[[Path], None], Any] = {
     exact.empty_sequences: _forgets_empty_sequences,
     exact.extreme_gates: _overflows,
 }
+POOL_FAULTS: list[tuple[Callable[[Path], None], Any]] = [
+    (in_pool.results, _moves_the_pool),
+    (in_pool.results, _touches_a_row),
+    (in_pool.results, _starts_again_from_the_end),
+    (in_pool.second_pass, _starts_again_from_the_end),
+]
 
 
 def test_there_is_a_fault_for_each_check() -> None:
     checks = {check for group in exact.CHECKS.values() for check in group.values()}
-    assert checks == FAULTS.keys()
+    assert checks == FAULTS.keys() | {check for check, _ in POOL_FAULTS}
 
 
 @pytest.mark.parametrize("check", FAULTS, ids=lambda check: check.__name__)
@@ -165,6 +189,22 @@ def test_each_check_finds_its_fault(
     check(path)
     monkeypatch.setattr(Path, "call", call)
     with pytest.raises(AssertionError), np.errstate(invalid="ignore"):
+        check(path)
+
+
+@pytest.mark.parametrize(("check", "fault"), POOL_FAULTS, ids=lambda x: x.__name__)
+def test_each_check_of_a_pool_finds_its_fault(
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None], fault: Any
+) -> None:
+    real = Path.call_in_pool
+    path = Path(CPU, "chunked", "float32")
+    check(path)
+
+    def call(self: Path, p: PoolCase) -> Any:
+        return fault(functools.partial(real, self), p, real(self, p))
+
+    monkeypatch.setattr(Path, "call_in_pool", call)
+    with pytest.raises(AssertionError):
         check(path)
 
 

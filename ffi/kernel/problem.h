@@ -44,16 +44,17 @@ struct Problem {
   void* workspace;
   int64_t workspace_bytes;
 
-  int64_t T, N, NC, M, pool_rows;
+  int64_t T, N, NC, M;
   int32_t H, K, V, C;               // C: chunk size
   float scale, lower_bound;
   Gate gate;
   bool l2norm;
   bool state_kv;                    // states are [K, V] instead of [V, K]
-  bool in_pool;
   bool mixed;                       // operands in 16 bits, as on a GPU, instead of float32
+  bool in_pool;
   int32_t groups;                   // groups of chunks a sequence is split into
   int32_t slab_chunks;              // chunks whose workspace exists at one time
+  uint32_t pool_rows;               // that an index can name
 };
 
 struct SeqRow {
@@ -73,7 +74,7 @@ constexpr int64_t row_offset(int64_t row, int64_t head, int64_t heads, int64_t w
 // the sequence starts from zeros and nothing is written.
 constexpr int64_t state_row(const Problem& p, const int32_t* rows, int64_t i) {
   if (!p.in_pool) return i;
-  return rows[i] >= 0 && rows[i] < p.pool_rows ? rows[i] : -1;
+  return uint32_t(rows[i]) < p.pool_rows ? rows[i] : -1;  // a negative one is larger than all
 }
 constexpr int64_t live_row(const Problem& p, int64_t seq) { return state_row(p, p.state_rows, seq); }
 constexpr int64_t saved_row(const Problem& p, int64_t checkpoint) {

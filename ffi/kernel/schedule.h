@@ -116,14 +116,10 @@ struct Schedule {
   KDA_FN bool done(int64_t seq, int head, int slice) const {
     return Policy::kSecond && *status(seq, head, slice) == 0;
   }
-  // Where a slice's final state goes, null: nowhere. `beyond`: whether this walk of it met what a narrow policy
-  // does not hold; an earlier slab's has reported it.
-  KDA_FN float* final_state(int64_t seq, int head, int slice, bool beyond) const {
+  // Where a slice's final state goes, null: nowhere.
+  KDA_FN float* final_state(int64_t seq, int head, int slice) const {
     const int64_t row = live_row(p, seq);
-    if (row < 0 || done(seq, head, slice)) return nullptr;
-    if (Policy::kNarrow && p.in_pool && p.groups == 1 && (beyond || *status(seq, head, slice) != 0))
-      return nullptr;
-    return p.final_state + state_offset(p, row, head);
+    return row < 0 || done(seq, head, slice) ? nullptr : p.final_state + state_offset(p, row, head);
   }
   // Where the state at a checkpoint goes, null: nowhere.
   KDA_FN float* checkpoint_state(int64_t checkpoint, int head) const {
@@ -185,12 +181,14 @@ struct Schedule {
   KDA_FN const float* entry(int64_t seq, int head, bool from_start) const {
     return from_start ? origin(seq, head) : waiting(seq, head, slab_first);
   }
-  // Where a slice's state goes behind the slab, null: nowhere.
+  // Where a slice's state goes behind the slab, null: nowhere. `beyond`: whether this walk of it met what a narrow
+  // policy does not hold; those of earlier slabs have reported it.
   KDA_FN float* exit(int64_t seq, int head, int slice, bool beyond) const {
     const SeqRow row = seq_row(seq);
     if (done(seq, head, slice)) return nullptr;
     if (int64_t(row.first_chunk) + row.num_chunks > slab_last) return waiting(seq, head, slab_last);
-    return final_state(seq, head, slice, beyond);
+    if (Policy::kNarrow && p.in_pool && (beyond || *status(seq, head, slice) != 0)) return nullptr;
+    return final_state(seq, head, slice);
   }
   KDA_FN void leave(const State& state, int64_t seq, int head, int slice) const {
     if (float* to = exit(seq, head, slice, any_beyond(state)))
@@ -257,8 +255,8 @@ struct Schedule {
     W::load_state(state, slots().slot(seq, head, group), {K, 1}, slice);
     const GroupRange range = group_range(seq_row(seq), group + 1, p.groups);
     walk(states, head, slice, slice + 1, range.first, range.last);
-    float* to = group + 2 == p.groups ? final_state(seq, head, slice, false) : nullptr;
-    if (to) W::store_state(state, to, W::strides(p), slice);
+    if (float* to = group + 2 == p.groups ? final_state(seq, head, slice) : nullptr)
+      W::store_state(state, to, W::strides(p), slice);
     report(state, seq, head, slice);
   }
 };

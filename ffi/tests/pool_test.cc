@@ -41,7 +41,7 @@ struct Pool {
     auto live_rows = exact(live), saved_rows = exact(saved);
     std::vector<char> workspace;
     const Run r = c.call([&](Problem& p) {
-      p.in_pool = true, p.pool_rows = num_rows();
+      p.in_pool = true, p.pool_rows = uint32_t(num_rows());
       p.initial_state = p.final_state = p.checkpoint_state = memory.get();
       p.state_rows = live_rows.get(), p.checkpoint_rows = saved_rows.get();
       p.workspace_bytes = host::workspace_bytes(p);
@@ -161,13 +161,14 @@ TEST(second_pass_from_a_large_state) {
 TEST(addresses_of_rows_beyond_32_bits) {
   constexpr Problem p = [] {
     Problem q{};
-    q.H = 96, q.K = 128, q.V = 128, q.in_pool = true, q.pool_rows = INT64_C(3'000'000'000);
+    q.H = 96, q.K = 128, q.V = 128, q.in_pool = true, q.pool_rows = INT32_MAX;
     return q;
   }();
   static_assert(state_offset(p, 1'000'000, 95) == INT64_C(1'572'865'556'480));
-  static constexpr int32_t rows[] = {INT32_MAX, -1, INT32_MIN, 5};
-  static_assert(state_row(p, rows, 0) == INT32_MAX && state_row(p, rows, 3) == 5);
+  static constexpr int32_t rows[] = {INT32_MAX - 1, -1, INT32_MIN, 5, INT32_MAX};
+  static_assert(state_row(p, rows, 0) == INT32_MAX - 1 && state_row(p, rows, 3) == 5);
   static_assert(state_row(p, rows, 1) == -1 && state_row(p, rows, 2) == -1);
+  static_assert(state_row(p, rows, 4) == -1);
   static_assert(state_offset(p, state_row(p, rows, 0), 95) > INT64_C(1) << 51);
   constexpr Problem by_sequence{};
   static_assert(live_row(by_sequence, 7) == 7 && saved_row(by_sequence, 9) == 9);

@@ -1,5 +1,6 @@
 #include "prefill.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 namespace kda {
@@ -157,10 +158,10 @@ ffi::Error make_problem(const char* target, PrefillOperands in, PrefillPool pool
   convert(check, in, res, at, p);
   const int64_t rows = at.state_kv ? p->K : p->V, cols = at.state_kv ? p->V : p->K;
   const auto dims = pool.before.dimensions();
-  p->pool_rows = dims.size() ? dims[0] : -1;
-  check.shape("state_cache", pool.before, {p->pool_rows, p->H, rows, cols});
+  const int64_t R = dims.size() ? dims[0] : -1;
+  check.shape("state_cache", pool.before, {R, p->H, rows, cols});
   check.type("state_cache", pool.before, ffi::DataType::F32);
-  check.shape("state_cache (result)", *pool.after, {p->pool_rows, p->H, rows, cols});
+  check.shape("state_cache (result)", *pool.after, {R, p->H, rows, cols});
   check.type("state_cache (result)", *pool.after, ffi::DataType::F32);
   check.shape("state_indices", pool.state_indices, {p->N});
   check.type("state_indices", pool.state_indices, ffi::DataType::S32);
@@ -171,6 +172,7 @@ ffi::Error make_problem(const char* target, PrefillOperands in, PrefillPool pool
   if (pool.before.untyped_data() != pool.after->untyped_data())
     check.fail("state_cache", "must be aliased to its result: rows are written in place");
   p->in_pool = true;
+  p->pool_rows = uint32_t(std::clamp<int64_t>(R, 0, INT64_C(1) << 31));
   p->final_state = static_cast<float*>(pool.after->untyped_data());
   p->initial_state = p->checkpoint_state = p->final_state;
   p->has_initial_state = optional<uint8_t>(pool.has_initial_state);

@@ -106,28 +106,37 @@ class MLA(nnx.Module):
         latent, share = jnp.split(self.kv_a_proj_with_mqa(x), [self.kv_lora], axis=-1)
         rows = jnp.concatenate([self.kv_a_layernorm(latent), share], axis=-1)
         scale, D, parts = (self.nope + self.rope) ** -0.5, batch.decodes, []
+        # All is written before anything is read: a write behind a read would copy shared pages.
+        place = None
         if batch.active is not None:
             assert batch.decode_start is not None
             place = jnp.where(batch.active, batch.decode_start, -1)
             own = cache if decode is None else decode
             assert own is not None
             pages, table = own.paged(batch.decode_table)
-            pages = write_rows(pages, table, rows[:D], jnp.arange(D), place)
-            attended = decode_attention(q[:D], pages, table, place + 1, scale, self.kv_lora)
-            parts.append(attended)
+            own = own.with_pages(write_rows(pages, table, rows[:D], jnp.arange(D), place))
             if decode is None:
-                cache = own.with_pages(pages)
+                cache = own
             else:
-                decode = decode.with_pages(pages)
+                assert isinstance(own, MLACache)
+                decode = own
+        if batch.metadata is not None:
+            assert cache is not None
+            pages, table = cache.paged(batch.table)
+            where = locate(batch, rows.shape[0] - D)
+            cache = cache.with_pages(write_rows(pages, table, rows[D:], *where))
+        if place is not None:
+            own = cache if decode is None else decode
+            assert own is not None
+            pages, table = own.paged(batch.decode_table)
+            parts.append(decode_attention(q[:D], pages, table, place + 1, scale, self.kv_lora))
         if batch.metadata is not None:
             assert batch.start is not None and cache is not None
             pages, table = cache.paged(batch.table)
-            pages = write_rows(pages, table, rows[D:], *locate(batch, rows.shape[0] - D))
             attended = prefill_attention(
                 q[D:], pages, table, batch.metadata, batch.start, scale, self.kv_lora
             )
             parts.append(attended)
-            cache = cache.with_pages(pages)
         latent = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         values = jnp.einsum(
             "rhc,chv->rhv",

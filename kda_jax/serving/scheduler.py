@@ -197,12 +197,12 @@ class Scheduler:
         length = min(left, room)
         if length < left:  # whole chunks, which a checkpoint's alignment may widen
             length -= length % math.lcm(CHUNK, self._rule.alignment or 1)
+        if length <= 0 or len(parts) == self.config.max_prefills:
+            return 0
         split = self._splits(running, start)
         if start < split < start + length:
             length = split - start
             self._stats.split_steps += 1
-        if length <= 0 or len(parts) == self.config.max_prefills:
-            return 0
         last = start + length == running.prompt_len
         parts.append(Part(running, start, length, running.source, running.live_row, last))
         running.computed += length

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..testing import Case, relative_error
 from ..types import KDAResult
+from . import in_pool
 from .path import Path, piece, same_bits
 
 TOKENS = ("q", "k", "v", "raw_g", "raw_beta")
@@ -209,6 +210,7 @@ def extreme_gates(path: Path) -> None:
 CHECKS: dict[str, dict[str, Callable[[Path], None]]] = {
     "determinism": {"again, bit for bit": again, "two threads": two_threads},
     "checkpoints": {"on chunk ends": on_chunk_ends, "elsewhere": elsewhere},
+    "pool": {"by row": in_pool.results, "beyond fp16": in_pool.second_pass},
     "hazards": {
         "empty sequences": empty_sequences,
         "NaN in fresh rows": fresh_rows,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import backends
 from ..devices import platform_of
 from ..metadata import Capacity, ChunkMetadata
 from ..ops import chunk_kda, chunk_kda_prefill
+from ..pool_rows import StepRows
 from ..testing import Case, Kind, make_case
+from ..testing_pool import PoolCase
 from ..types import CallSpec, Gate, KDAResult
 
 H, K, V = 2, 128, 64  # K != V: a state the wrong way round does not fit
@@ -58,6 +62,22 @@ class Path:
             )
             return KDAResult(*jax.device_get(tuple(result)))
 
+    def call_in_pool(self, p: PoolCase) -> tuple[Any, Any, bool]:
+        """out, the pool after the call, and whether the donated pool lies elsewhere now."""
+        with jax.default_device(self.device):
+            pool = jnp.array(p.pool)
+            address = pool.unsafe_buffer_pointer()
+            out, after = _in_pool(
+                pool,
+                p.case.args,
+                p.case.metadata,
+                p.rows,
+                lower_bound=p.case.lower_bound,
+                backend=self.backend,
+            )
+            moved = after.unsafe_buffer_pointer() != address
+            return *jax.device_get((out, after)), moved
+
     def call_activated(self, case: Case, **options: Any) -> KDAResult:
         """`chunk_kda` on a case whose raw_g and raw_beta are activated gates."""
         kwargs = {name: x for name, x in case.kwargs.items() if name != "lower_bound"}
@@ -87,6 +107,26 @@ class Path:
         )
         with jax.default_device(self.device):
             return backends.get(self.backend).unsupported(spec)
+
+
+@functools.partial(jax.jit, static_argnames=("lower_bound", "backend"), donate_argnums=0)
+def _in_pool(
+    pool: Any,
+    args: Any,
+    metadata: ChunkMetadata,
+    rows: StepRows,
+    *,
+    lower_bound: float | None,
+    backend: str,
+) -> Any:
+    return chunk_kda_prefill(
+        *args,
+        metadata=metadata,
+        state_cache=pool,
+        **rows._asdict(),
+        lower_bound=lower_bound,
+        backend=backend,
+    )
 
 
 def piece(case: Case, start: int, stop: int, state: Any) -> Case:
