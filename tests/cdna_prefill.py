@@ -90,7 +90,7 @@ def shared_bytes(K: int, C: int) -> int:
     """sizeof(Prologue::Shared); tools/amd/resources.json holds the same numbers, proven there."""
     channels, rows = K // TILE, C // TILE
     pairs = max(1, rows * (rows - 1) // 2)
-    tiles = pairs * channels + rows * channels + pairs + rows
+    tiles = pairs * channels + pairs + rows
     return 4 * K * (4 * rows + pairs) + -(-4 * C // 64) * 64 + 512 * tiles
 
 
@@ -202,9 +202,9 @@ def prefill(
     N, M, NC = m.capacity.sequences, m.capacity.checkpoints, m.capacity.chunks
     chunks, num_bytes = workspace("rocm", H, K, V, m, groups, pool is not None)
     if slab:
-        per_chunk = H * (2 * (3 * m.chunk_size * K + m.chunk_size * V) + 4 * K + 128)
         rows = m.chunk_size // TILE
-        per_chunk += H * rows * (rows + 1) // 2 * 512
+        elements = 3 * m.chunk_size * K + rows * (rows + 1) * TILE * TILE
+        per_chunk = H * (2 * elements + 4 * K + 128)
         chunks, num_bytes = slab, num_bytes - (chunks - slab) * per_chunk
         num_bytes += 8 * H * K * V if pool and slab < NC else 0
     state = (V, K) if layout == "vk" else (K, V)

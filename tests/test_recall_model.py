@@ -85,8 +85,8 @@ def halves() -> tuple[ModelCache, np.ndarray, list[str]]:
     starts, rests, answers = [], [], []
     for i in range(count):
         listed = recall.facts(length - recall.QUESTION_SIZE, SEED + i)
-        key = listed.keys[3 + i]
-        assert 0 < listed.text.index(f"\n{key}") < position - 5
+        key = listed.keys[i % 6]  # of twelve, in the first two thirds of the list
+        assert listed.text.index(f"\n{key}") < position - 5
         tokens = list((listed.text + recall.question(key)).encode())
         starts.append(tokens[:position])
         rests.append(tokens[position:])
@@ -111,26 +111,16 @@ def resumed(cache: ModelCache) -> list[bool]:
     return [a == b for a, b in zip(got, answers, strict=True)]
 
 
-def changed(cache: ModelCache, kda, mla) -> ModelCache:
-    """The cache with functions applied to its recurrent states and to its MLA rows."""
-    layers = tuple(
-        layer._replace(recurrent=kda(layer.recurrent))
-        if isinstance(layer, KDAState)
-        else layer._replace(rows=mla(layer.rows))
-        for layer in cache.layers
-    )
-    return cache._replace(layers=layers)
-
-
-def same(x: jax.Array) -> jax.Array:
-    return x
-
-
-@pytest.mark.parametrize("spoil", ["kda", "mla"])
 @pytest.mark.parametrize("how", [jnp.zeros_like, functools.partial(jnp.roll, shift=1, axis=0)])
-def test_a_wrong_state_or_wrong_rows_give_wrong_answers(how, spoil):
-    """Zeros, or those of another request: each kind of cache is needed, so a check can fail."""
+def test_a_wrong_state_gives_wrong_answers(how):
+    """Zeros, or another request's recurrent states: so a check of answers can fail.
+
+    The model hardly reads its MLA layer (KDA finds the facts), so wrong MLA rows are not seen here.
+    """
     cache = halves()[0]
     assert all(resumed(cache))
-    spoilt = changed(cache, *((how, same) if spoil == "kda" else (same, how)))
-    assert sum(resumed(spoilt)) <= 2  # of eight
+    layers = tuple(
+        layer._replace(recurrent=how(layer.recurrent)) if isinstance(layer, KDAState) else layer
+        for layer in cache.layers
+    )
+    assert sum(resumed(cache._replace(layers=layers))) <= 2  # of eight

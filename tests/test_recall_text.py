@@ -23,6 +23,7 @@ def test_answers_are_those_of_a_reader_of_the_text(size, seed):
     assert all(lines) and lines[0]["section"]
     read = {m["key"]: m["value"] for m in lines if m["key"]}
     section = [m["section"] for m in lines if m["section"]][-1]
+    assert all(len({key[place] for key in read}) == len(read) for place in (0, 1))
     assert list(read) == listed.keys and len(read) == sum(m["key"] is not None for m in lines)
     slots = sum(m["section"] is None for m in lines)
     assert len(read) == min(slots, recall.MOST_FACTS)

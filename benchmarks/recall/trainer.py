@@ -35,7 +35,7 @@ class Settings:
       rooms: bytes of a sequence, level by level; a level is done when the running share of right
         answers at its room reaches `pass_mark`.
       tokens: of one step, or one sequence where its room is larger.
-      rate: of Adam, after `warmup` steps; from step `knee` on it falls as step ** -1.5.
+      rate: of Adam, after `warmup` steps; from step `knee` on it falls as step ** -3.
       memory: of the running share, which a step moves by 1 - memory.
       averaging: how much a step moves the average of the weights, which is what is judged and kept.
       config: as in config.json.
@@ -164,7 +164,7 @@ def right_share(logits: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax
 @functools.lru_cache
 def _optimizer(s: Settings) -> optax.GradientTransformation:
     def rate(step: jax.Array) -> jax.Array:
-        return s.rate * jnp.minimum(step / s.warmup, (s.knee / jnp.maximum(step, s.knee)) ** 1.5)
+        return s.rate * jnp.minimum(step / s.warmup, (s.knee / jnp.maximum(step, s.knee)) ** 3)
 
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)

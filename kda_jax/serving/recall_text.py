@@ -55,7 +55,7 @@ class Facts:
 
 
 def facts(size: int, seed: int | np.random.Generator) -> Facts:
-    """A random list of facts with distinct keys.
+    """A random list of facts; no two keys share a letter in the same place.
 
     Args:
       size: of the text in characters, at least `SMALLEST`; what whole lines leave over, fewer than
@@ -70,8 +70,8 @@ def facts(size: int, seed: int | np.random.Generator) -> Facts:
     sections = min(int(random.integers(1, _MOST_SECTIONS + 1)), (size - _FACT) // _HEADER)
     slots = (size - sections * _HEADER) // _FACT
     count = min(slots, MOST_FACTS)
-    numbers = random.choice(len(_LETTERS) ** 2, count, replace=False)
-    keys = [_LETTERS[n // len(_LETTERS)] + _LETTERS[n % len(_LETTERS)] for n in numbers]
+    first, second = (random.permutation(list(_LETTERS))[:count] for _ in range(2))
+    keys = [f"{a}{b}" for a, b in zip(first, second, strict=True)]
     values = [f"{n:02}" for n in random.integers(0, 100, count)]
     lines = [_EMPTY] * slots
     for slot, key, value in zip(
