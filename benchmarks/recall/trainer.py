@@ -45,7 +45,7 @@ class Settings:
     tokens: int = 1024
     rate: float = 3e-3
     warmup: int = 200
-    knee: int = 1500
+    knee: int = 2500
     pass_mark: float = 0.85
     memory: float = 0.9
     averaging: float = 0.005
