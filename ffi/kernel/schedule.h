@@ -258,10 +258,9 @@ struct Schedule {
     State& state = states(slice);
     W::load_state(state, slots().slot(seq, head, group), {K, 1}, slice);
     const GroupRange range = group_range(seq_row(seq), group + 1, p.groups);
+    state.exit = {group + 2 == p.groups ? final_state(seq, head, slice) : nullptr, false};
     walk(states, head, slice, slice + 1, range.first, range.last);
-    if (float* to = group + 2 == p.groups ? final_state(seq, head, slice) : nullptr)
-      W::store_state(state, to, W::strides(p), slice);
-    report(state, seq, head, slice);
+    leave(state, seq, head, slice);
   }
 };
 
