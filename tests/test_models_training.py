@@ -57,7 +57,9 @@ def test_training_on_real_text_lowers_the_loss_as_scan_does():
         from train import train
     finally:
         sys.path.pop(0)
-    content = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8)
+    # A text that does not change: a token between two experts may go to the other one in `scan`,
+    # and the runs part there.
+    content = np.frombuffer((ROOT / "LICENSE").read_bytes(), np.uint8)
     fused, scan = (np.array(train(content, 30, backend)) for backend in ("fused", "scan"))
     assert fused[-5:].mean() < 0.8 * fused[:2].mean()
     np.testing.assert_allclose(fused[:10], scan[:10], rtol=1e-3)

@@ -13,7 +13,6 @@ from cases import (
     BASE,
     DIMS,
     DTYPE,
-    PATHS,
     activated,
     all_paths,
     assert_same_bits,
@@ -229,8 +228,3 @@ def test_float64(x64: None) -> None:
         assert got.state_cache.dtype == np.float64
         for row, (name, i) in p.written.items():
             assert relative_error(got.state_cache[row], getattr(want, name)[i]) < 1e-5
-
-
-def test_paths_are_all_there() -> None:
-    """What runs above is every backend that this library has."""
-    assert {backend for backend, _ in PATHS.values()} == {"scan", "chunked", "fused", "mixed"}
