@@ -111,9 +111,10 @@ def main() -> None:
     if not rocm_module.library().exists():
         raise SystemExit(f"aot_prefill.py: {rocm_module.library()} is not built (library.sh)")
     rocm_module.provide()
-    from kda_jax import native, ops
+    from kda_jax import call as calls
+    from kda_jax import native
 
-    ops.current_platform = lambda: "rocm"  # "auto" chooses as on a machine with an AMD GPU
+    calls.current_platform = lambda: "rocm"  # "auto" chooses as on a machine with an AMD GPU
     status = native.status()
     assert "rocm" in status.available_platforms, status
     print(f"registered on ROCM: {status.libraries['rocm']}, {status.architectures['rocm']}")
