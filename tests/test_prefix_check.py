@@ -159,7 +159,6 @@ RECALL = Path(__file__).parent / "data" / "recall"
 SERVE = ("--port", "0", "--block-size", "128", "--budget", "512", "--warm-up", "0")
 
 
-@pytest.mark.skipif(not RECALL.is_dir(), reason="the recall model is not trained yet")
 def test_the_recall_model_through_the_command_line(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
