@@ -47,8 +47,7 @@ struct HopperStage {
     const int at = row * (N / 8) + piece;
     return (N >= 32 ? at ^ (row & 2) << 1 : at) * 8;
   }
-  KDA_FN void fetch_values(const Problem& p, const ChunkRow& chunk, int head, int first, int thread,
-                           Barrier& full) {
+  KDA_FN void fetch_values(const Problem& p, const ChunkRow& chunk, int head, int first, int thread) {
     constexpr int kPieces = N / 8;
     KDA_UNROLL
     for (int i = 0; i < C * kPieces / 128; ++i) {
@@ -61,7 +60,6 @@ struct HopperStage {
                    "l"(from), "r"(valid ? 16 : 0)
                    : "memory");
     }
-    full.arrive_after_copies();
   }
   // Left operands, from the tile's first 64 rows.
   KDA_FN wgmma::Matrix left(TileAt at, int rows = 128) const {
@@ -97,7 +95,7 @@ struct HopperWalkMemory {
   HopperStage<Tiles, K, C, N> stage[Stages];
   RightMatrices<K, N> state;
   RightMatrices<C, N> residual, delta;
-  Barrier full[Stages], empty[Stages];
+  Barrier full[Stages], values_full[Stages], empty[Stages];
   Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
 };
 

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const int first = int(range.first), count = int(range.last - range.first);
   if (count <= 0) return;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Stages; ++i) m.full[i].init(1 + 128), m.empty[i].init(8);
+    for (int i = 0; i < Stages; ++i) m.full[i].init(1), m.values_full[i].init(4), m.empty[i].init(8);
     m.state_ready.init(4), m.state_read.init(4), m.residual_done.init(4);
     m.delta_ready.init(4), m.delta_read.init(4);
     Barrier::fence_init();
@@ -62,11 +62,19 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     const int thread = int(threadIdx.x) - 128;
     auto fetch = [&](int n, const ChunkRow& chunk) {
       auto& stage = m.stage[n % Stages];
-      Barrier& full = m.full[n % Stages];
-      stage.fetch_values(p, chunk, head, first_value, thread, full);
-      if (thread == 0) stage.fetch(s, first + n, head, full);
+      stage.fetch_values(p, chunk, head, first_value, thread);
+      if (thread == 0) stage.fetch(s, first + n, head, m.full[n % Stages]);
     };
-    for (int n = 0; n < Stages && n < count; ++n) fetch(n, s.chunk_row(first + n));
+    // A group of copies of v for each chunk. Once those of chunk n are here, all but `Left` groups are.
+    auto values_are_here = [&](int n, auto left) {
+      CopyByAll::wait<decltype(left)::value>();
+      signal(m.values_full[n % Stages]);
+    };
+    for (int n = 0; n < Stages; ++n) {
+      if (n < count) fetch(n, s.chunk_row(first + n));
+      CopyByAll::commit();
+    }
+    values_are_here(0, std::integral_constant<int, Stages - 1>{});
     float o[R];
     for (int n = 0; n < count; ++n) {
       const auto& stage = m.stage[n % Stages];
@@ -82,6 +90,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       wgmma::commit();
       wgmma::wait<0>(o);
       signal(m.state_read);
+      if (n + 1 < count) values_are_here(n + 1, std::integral_constant<int, Stages - 2>{});
       const ChunkRow chunk = stage.row;
       m.delta_ready.wait(n & 1);
       wgmma::fence();
@@ -111,6 +120,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         m.empty[n % Stages].wait(n / Stages & 1);
         fetch(n + Stages, next);
       }
+      CopyByAll::commit();
     }
     return;
   }
@@ -139,6 +149,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   // x starts as v.
   auto load_values = [&](int n) {
     m.full[n % Stages].wait(n / Stages & 1);
+    m.values_full[n % Stages].wait(n / Stages & 1);
     const auto& stage = m.stage[n % Stages];
     KDA_UNROLL
     for (int i = 0; i < 2; ++i)

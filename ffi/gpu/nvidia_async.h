@@ -30,10 +30,6 @@ struct Barrier {  // in shared memory; sm_90
   KDA_FN void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
   }
-  KDA_FN void arrive_after_copies() {  // once this thread's cp.async are done
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&word))
-                 : "memory");
-  }
   KDA_FN void wait(int parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
