@@ -48,10 +48,13 @@ def workspace(
     elements = 3 * C * K + tiles * (tiles + (2 if platform == "cuda" else 1)) * _TILE * _TILE
     chunk = H * (elements * _ELEMENT_BYTES[platform] + 4 * K + 128)
     status = -(-4 * (1 + capacity.sequences * H * (V // _TILE)) // 128) * 128
+    slab = max(1, capacity.chunks)
+    if groups == 1:
+        slab = max(1, min(slab, _SLAB_BYTES[platform] // chunk))
+    if platform == "cuda":  # how far the prologue is
+        status += -(-(8 + H * min(slab, capacity.chunks)) // 128) * 128
     if groups > 1:
-        slab = max(1, capacity.chunks)
         slots = 4 * capacity.sequences * H * groups * (V + K) * K
         return Workspace(slab, slab * chunk + slots + status)
-    slab = max(1, min(capacity.chunks, _SLAB_BYTES[platform] // chunk))
     waiting = 2 * 4 * H * K * V if in_pool and slab < capacity.chunks else 0
     return Workspace(slab, slab * chunk + waiting + status)

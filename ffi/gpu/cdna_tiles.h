@@ -22,6 +22,7 @@ struct CdnaTiles : CdnaProducts {
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr bool kLoops = false;  // kernels.h
   static constexpr bool kSplitHalves = false;
+  static constexpr bool kOverlaps = false;  // a walk beside the prologue: Schedule::progress
   using Raw = Operand<Io>;
 
   // ---- native-order memory -----------------------------------------------------------------------

@@ -77,8 +77,15 @@ struct GpuDriver {
 
   template <class... Args>
   static hipError_t allow(void (*kernel)(Args...), size_t shared) {
-    return hipFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               hipFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    const auto* f = reinterpret_cast<const void*>(kernel);
+#if defined(__CUDACC__)
+    // The same division of a multiprocessor's memory for all, so that one may follow on the other at once.
+    if (hipError_t error = hipFuncSetAttribute(f, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                               cudaSharedmemCarveoutMaxShared);
+        error != hipSuccess)
+      return error;
+#endif
+    return hipFuncSetAttribute(f, hipFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   }
 
 #if defined(__CUDACC__)
@@ -92,10 +99,16 @@ struct GpuDriver {
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
   template <int N>
-  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last) {
+  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, bool beside) {
     return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
                   p.N * p.H * (p.V / N), kHopperThreads, sizeof(HopperMemory<N>), stream,
-                  Problem(p), first, last);
+                  Problem(p), first, last, bool(beside));
+  }
+  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, bool beside) {
+    return width == 16   ? hopper_walk<16>(p, stream, first, last, beside)
+           : width == 32 ? hopper_walk<32>(p, stream, first, last, beside)
+           : width == 64 ? hopper_walk<64>(p, stream, first, last, beside)
+                         : hopper_walk<128>(p, stream, first, last, beside);
   }
   template <int N>
   static hipError_t allow_hopper() {
@@ -112,14 +125,55 @@ struct GpuDriver {
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
-                             int last) {
-    const int64_t tasks = int64_t(last - first) * p.H, resident = kPrologueBlocks * device.multiprocessors;
+                             int last, PrologueSplit split = {-1, 0, 0}) {
+    const int64_t tasks = int64_t(last - first) * p.H;
     if constexpr (kStages)
       if (stages(p, device))
         return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,
-                      tasks < resident ? tasks : resident, kThreads, sizeof(StagedMemory), stream,
-                      Problem(p), first, last);
+                      std::min(tasks, resident(device)), kThreads, sizeof(StagedMemory), stream,
+                      Problem(p), first, last, PrologueSplit(split));
     return direct_prologue<P>(p, stream, tasks, first, last);
+  }
+  static int64_t resident(const Device& device) { return kPrologueBlocks * device.multiprocessors; }
+
+  // A walk of one sequence takes the multiprocessors that it needs as soon as they are free. The prologue leaves them
+  // after some rounds, so that the rest of it is done on the others before the walk is through. `width`: 0, not so.
+  struct Beside {
+    int width = 0;
+    PrologueSplit split;
+  };
+  static Beside beside(const Problem& p, const Device& device, int64_t slab) {
+    Beside best;
+    if constexpr (kHopper && kStages) {
+      const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
+      if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
+      double least = 1e30;
+      for (int n = 16, i = 0; n <= 128; n *= 2, ++i) {
+        const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
+        if (p.V % n != 0 || others <= 0) continue;
+        const double walk = kStepTime[i] * double(p.NC), beside = walk / kRoundTime * double(others);
+        const int64_t rounds = int64_t(std::max(0.0, double(tasks) - beside)) / round;
+        for (int64_t r = std::max(rounds, int64_t(1)); r <= rounds + 1; ++r) {
+          const double rest = kRoundTime * double(std::max(tasks - r * round, int64_t(0))) / double(others);
+          const double all = kRoundTime * double(r) + std::max(walk, rest);
+          if (all >= least) continue;
+          least = all;
+          best = {n, {int(std::min(r * round, tasks)), int(sms - blocks), int(sms)}};
+        }
+      }
+    }
+    return best;
+  }
+  // us on an H200: three tasks of the prologue on one multiprocessor, a chunk of a walk with 16, 32, 64, 128 rows of V.
+  static constexpr double kRoundTime = 17.4, kStepTime[] = {0.9, 1.13, 1.75, 2.4};
+
+  static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
+    if constexpr (kHopper && kStages) {
+      KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
+      KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
+      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), true));
+    }
+    return "";
   }
 
   static std::string prepare_walks(const Device& device) {
@@ -153,10 +207,7 @@ struct GpuDriver {
         int width = 16;
         for (int n = 32; n <= 128; n *= 2)
           if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
-        return width == 16   ? hopper_walk<16>(p, stream, first, last)
-               : width == 32 ? hopper_walk<32>(p, stream, first, last)
-               : width == 64 ? hopper_walk<64>(p, stream, first, last)
-                             : hopper_walk<128>(p, stream, first, last);
+        return hopper_walk(width, p, stream, first, last, false);
       }
     }
     if constexpr (kSplits) {
@@ -175,6 +226,11 @@ struct GpuDriver {
     return direct_prologue<P>(p, stream, int64_t(last - first) * p.H, first, last);
   }
   static std::string prepare_walks(const Device&) { return ""; }
+  struct Beside {
+    int width = 0;
+  };
+  static Beside beside(const Problem&, const Device&, int64_t) { return {}; }
+  static std::string run_beside(const Problem&, Stream&, const Device&, const Beside&) { return ""; }
   static hipError_t walk(const Problem& p, Stream& stream, const Device&, int first, int last) {
     return simple_walk<Policy>(p, stream, p.N * p.H * (p.V / kTile), first, last);
   }
@@ -236,7 +292,10 @@ struct GpuDriver {
     const int walk_threads = kWalkWaves * T::kWave;
     const int64_t slab = p.groups > 1 || p.NC == 0 ? p.NC : p.slab_chunks;
     auto waves = [&](int64_t n) { return (n + kWalkWaves - 1) / kWalkWaves; };
-    for (int64_t first = 0; first < p.NC; first += slab) {
+    const Beside plan = beside(p, device, slab);
+    if (plan.width)
+      if (std::string error = run_beside(p, stream, device, plan); !error.empty()) return error;
+    for (int64_t first = 0; first < p.NC && !plan.width; first += slab) {
       const int64_t last = first + slab < p.NC ? first + slab : p.NC;
       KDA_TRY(prologue(p, stream, device, int(first), int(last)));
       if (p.groups == 1) KDA_TRY(walk(p, stream, device, int(first), int(last)));

@@ -5,6 +5,7 @@
 //
 // One warpgroup carries the state through these, another brings the operands and makes the outputs.
 // What one product leaves in registers goes to shared memory, in 16 bits, as right operand of the next.
+// `beside`: the prologue still runs, and says which chunks are there (nvidia_prologue.h).
 #pragma once
 
 #include "hopper_lanes.h"
@@ -16,9 +17,24 @@ inline namespace KDA_ISA {
 
 constexpr int kHopperThreads = 2 * 128;
 
+// By a warp: until chunk n of those from `flags` on is there; returns how many are.
+KDA_FN int wait_until_there(const uint8_t* flags, int n, int there, int count) {
+  while (true) {
+    const int c = there + (threadIdx.x & 31);
+    const bool yes = c < count && *static_cast<const volatile uint8_t*>(flags + c);
+    const unsigned not_yet = ~__ballot_sync(~0u, yes);
+    there += not_yet ? __ffs(not_yet) - 1 : 32;
+    if (there > n) break;
+    __nanosleep(100);
+  }
+  __threadfence();
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return there;
+}
+
 template <class Tiles, class Policy, int K, int C, int N, int Stages>
 __global__ void __launch_bounds__(kHopperThreads, 1)
-    hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last) {
+    hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, bool beside) {
 #if defined(KDA_HAS_WGMMA)
   using S = Schedule<Tiles, Policy, K, C>;
   using W = typename S::W;
@@ -40,38 +56,40 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const int first = int(range.first), count = int(range.last - range.first);
   if (count <= 0) return;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Stages; ++i) m.full[i].init(1), m.values_full[i].init(4), m.empty[i].init(8);
-    m.state_ready.init(4), m.state_read.init(4), m.residual_done.init(4);
-    m.delta_ready.init(4), m.delta_read.init(4);
+    for (int i = 0; i < Stages; ++i) m.full[i].init(1), m.values_full[i].init(128), m.empty[i].init(256);
+    m.state_ready.init(128), m.state_read.init(128), m.residual_done.init(128);
+    m.delta_ready.init(128), m.delta_read.init(128);
     Barrier::fence_init();
   }
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
   wgmma::publish();
-  after_previous();
+  let_next_start();
+  if (!beside) wait_for_previous();
   __syncthreads();
 
   const int wave = wave_index<Tiles>(), warp = wave % 4, g = Lanes::group();
-  const bool lane0 = (threadIdx.x & 31) == 0;
-  auto signal = [&](Barrier& b) {  // by all lanes of a warp
-    __syncwarp();
-    if (lane0) b.arrive();
-  };
   auto warpgroup_barrier = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };  // of the state's
 
   if (wave >= 4) {  // ---- operands and outputs ----
     const int thread = int(threadIdx.x) - 128;
+    int there = beside ? 0 : count;  // chunks whose operands are
     auto fetch = [&](int n, const ChunkRow& chunk) {
       auto& stage = m.stage[n % Stages];
       stage.fetch_values(p, chunk, head, first_value, thread);
+      if (warp == 0 && there <= n) there = wait_until_there(s.is_there(first, head), n, there, count);
       if (thread == 0) stage.fetch(s, first + n, head, m.full[n % Stages]);
     };
-    // A group of copies of v for each chunk. Once those of chunk n are here, all but `Left` groups are.
+    // A group of copies of v for each chunk; `left` groups may follow that of chunk n.
     auto values_are_here = [&](int n, auto left) {
-      CopyByAll::wait<decltype(left)::value>();
-      signal(m.values_full[n % Stages]);
+      if (n + decltype(left)::value < count) {
+        CopyByAll::wait<decltype(left)::value>();
+      } else {
+        CopyByAll::wait<0>();
+      }
+      m.values_full[n % Stages].arrive();
     };
-    for (int n = 0; n < Stages; ++n) {
-      if (n < count) fetch(n, s.chunk_row(first + n));
+    for (int n = 0; n < Stages && n < count; ++n) {
+      fetch(n, s.chunk_row(first + n));
       CopyByAll::commit();
     }
     values_are_here(0, std::integral_constant<int, Stages - 1>{});
@@ -89,7 +107,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         wgmma::product<Decay>(o, stage.left(Layout::qg(0, t)), m.state.right(t), t > 0);
       wgmma::commit();
       wgmma::wait<0>(o);
-      signal(m.state_read);
+      m.state_read.arrive();
       if (n + 1 < count) values_are_here(n + 1, std::integral_constant<int, Stages - 2>{});
       const ChunkRow chunk = stage.row;
       m.delta_ready.wait(n & 1);
@@ -99,8 +117,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         wgmma::product<Bounded>(o, stage.triangle(0, j), m.delta.right(j), true);
       wgmma::commit();
       wgmma::wait<0>(o);
-      signal(m.delta_read);
-      signal(m.empty[n % Stages]);
+      m.delta_read.arrive();
+      m.empty[n % Stages].arrive();
       KDA_UNROLL
       for (int i = 0; i < 2; ++i) {
         const int token = warp * kTile + 2 * g + i;
@@ -119,8 +137,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       if (n + Stages < count) {
         m.empty[n % Stages].wait(n / Stages & 1);
         fetch(n + Stages, next);
+        CopyByAll::commit();
       }
-      CopyByAll::commit();
     }
     return;
   }
@@ -140,7 +158,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         return Tiles::template pack<Decay>(state[a][r], state[a][r + 1]);
       });
     wgmma::publish();
-    signal(m.state_ready);
+    m.state_ready.arrive();
     warpgroup_barrier();
   };
   access.load(state, s.entry(seq, head, range.from_start));
@@ -204,7 +222,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
     const int32_t from_prologue = stage.beyond[warp];
     wgmma::wait<0>(x);
-    signal(m.residual_done);
+    m.residual_done.arrive();
     publish_narrow(m.residual, chunk);
     warpgroup_barrier();
     wgmma::fence();
@@ -215,7 +233,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     wgmma::wait<0>(x);
     if (n > 0) m.delta_read.wait((n - 1) & 1);
     publish_narrow(m.delta, chunk);
-    signal(m.delta_ready);
+    m.delta_ready.arrive();
     warpgroup_barrier();
     wgmma::fence();
     KDA_UNROLL
@@ -231,13 +249,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
     KDA_UNROLL
     for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
-    signal(m.empty[n % Stages]);
+    m.empty[n % Stages].arrive();
     if (float* to = s.checkpoint_state(chunk.checkpoint, head)) access.store(state, to, ~0u);
     if (n + 1 < count) {
       m.state_read.wait(n & 1);
       publish_state();
     }
   }
+  if (beside) wait_for_previous();  // the status is cleared before, and who waits for this launch waits for that one
   // In a pool a slice goes on to where it is written or not as a whole, and its warps have met different tokens.
   float* leaves = nullptr;
   unsigned slices = 0;

@@ -28,10 +28,28 @@ KDA_FN int wave_index() {
 
 // The kernels of a call follow each other closely (Driver::launch): a block may start while the launch before is at
 // work, and waits here before it reads or writes what that one writes.
-KDA_FN void after_previous() {
+KDA_FN void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+KDA_FN void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+KDA_FN void after_previous() {
+  let_next_start();
+  wait_for_previous();
+}
+
+// A value that the compiler does not know: what follows from it is computed where it is used, not kept in registers
+// (or, worse, in memory) through a loop.
+KDA_FN int hidden(int x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
 }
 
 // The one state of a wave that walks a single slice.
@@ -78,23 +96,23 @@ KDA_FN void clear_status(const S& s) {
     s.status()[i] = 0;
 }
 
-// The roles of one (chunk, head), one wave for each 16 tokens. `had_inputs` runs when nobody reads q and k any more,
-// `had_keys` when nobody reads g and `shared.keys`.
+// The roles of one (chunk, head), one wave for each 16 tokens. `loaded` runs in a while; `had_inputs` when nobody reads
+// q, k, g and `shared.keys` any more, a barrier or more behind it.
 template <class P, class S, class Inputs, class A, class B>
 KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, int wave,
-                        const Inputs& inputs, typename P::Shared& shared, A had_inputs, B had_keys) {
+                        const Inputs& inputs, typename P::Shared& shared, A loaded, B had_inputs) {
   auto* blob = s.blob(chunk, head);
   typename P::Wave w;
   P::load(s.p, row, head, wave, inputs, w, shared);
+  loaded();
   __syncthreads();
   P::channels(wave, P::NT, shared, s.decay(chunk, head));
   __syncthreads();
   P::factors(wave, P::NT, inputs, w, shared, blob);
   __syncthreads();
-  had_inputs();
   P::scores(wave, row.first, w, shared, blob);
   __syncthreads();
-  had_keys();
+  had_inputs();
   Solve<P>::solve(row, wave, w, shared, blob, s.beyond(chunk, head));
 }
 

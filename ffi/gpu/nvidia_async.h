@@ -71,10 +71,10 @@ struct WalkStage {
 struct CopyByAll {
   KDA_FN void operator()(void* to, const void* from, int bytes) const {
     for (int i = 16 * int(threadIdx.x); i < bytes; i += 16 * int(blockDim.x))
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       shared_address(static_cast<char*>(to) + i)),
-                   "l"(static_cast<const char*>(from) + i)
-                   : "memory");
+      piece(static_cast<char*>(to) + i, static_cast<const char*>(from) + i);
+  }
+  static KDA_FN void piece(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
   }
   static KDA_FN void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
   template <int Left>

@@ -116,17 +116,19 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
               Tiles::template load_blob_right<Bounded>(stage.operands, Layout::kg(tile + j, i));
       }
       from_prologue = stage.beyond[part];
-      asm volatile("bar.sync 1, %0;" ::"r"(NT * Tiles::kWave) : "memory");
-      Others r[NT];
-      KDA_UNROLL
-      for (int j = 0; j < NT; ++j) r[j] = Tiles::template load_left<Bounded>(m.residual[j]);
-      W::delta(x, r, NT, [&](int j) { return Tiles::as_right(triangle[j]); });
-      Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
     } else {
       typename Tiles::template Right<Decay> columns[KT];
       KDA_UNROLL
       for (int t = 0; t < KT; ++t) columns[t] = Tiles::right_of(state[t]);
       W::output_of_state(x, columns, [&](int t) -> decltype(auto) { return (ahead[t]); });
+    }
+    __syncthreads();
+    if (recurrence) {
+      Others r[NT];
+      KDA_UNROLL
+      for (int j = 0; j < NT; ++j) r[j] = Tiles::template load_left<Bounded>(m.residual[j]);
+      W::delta(x, r, NT, [&](int j) { return Tiles::as_right(triangle[j]); });
+      Tiles::store(m.delta[part], Tiles::template left_clamped<Bounded>(x));
     }
     __syncthreads();
     m.ring.fetch(n + Stages, count, s, first, head);  // nobody needs this stage any more

@@ -21,6 +21,7 @@ struct NvidiaTiles : NvidiaProducts {
   static constexpr bool kSkipsEmptyBlocks = false;
   static constexpr bool kLoops = true;  // kernels.h
   static constexpr bool kSplitHalves = true;
+  static constexpr bool kOverlaps = true;  // a walk beside the prologue: Schedule::progress
   using IoType = Io;
   using Raw = Operand<Io>;
 

@@ -33,6 +33,7 @@ struct HostTiles {
   using Storage = float;  // element type of operands in memory
   static constexpr bool kSkipsEmptyBlocks = true;
   static constexpr bool kSplitHalves = false;
+  static constexpr bool kOverlaps = false;
   static constexpr int kWave = 1;
   static int lane() { return 0; }
 

@@ -33,7 +33,7 @@ struct Schedule {
     return (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) * p.H * Layout::kBytes;
   }
   static int64_t workspace_bytes(const Problem& p) {
-    return blobs_bytes(p) + states_bytes(p) + status_bytes(p);
+    return blobs_bytes(p) + states_bytes(p) + progress_bytes(p) + status_bytes(p);
   }
   static int64_t states_bytes(const Problem& p) {
     if (p.groups > 1) return GroupSlots::bytes(p.N, p.H, p.groups, p.K, p.V);
@@ -44,6 +44,17 @@ struct Schedule {
   // that token on a second pass with a wide policy writes the results; those of earlier tokens stay.
   static constexpr int64_t status_bytes(const Problem& p) {  // on host and device
     return (4 * (1 + p.N * p.H * (p.V / kTile)) + 127) / 128 * 128;
+  }
+  // Before it, where a walk can run beside the prologue: which (head, chunk)s are there, a byte each, behind two words
+  // for how the prologue's tasks are given away.
+  static constexpr int64_t progress_bytes(const Problem& p) {
+    return Tiles::kOverlaps ? (8 + p.H * (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) + 127) / 128 * 128 : 0;
+  }
+  KDA_FN int32_t* progress() const {
+    return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(status()) - progress_bytes(p));
+  }
+  KDA_FN uint8_t* is_there(int64_t chunk, int head) const {
+    return reinterpret_cast<uint8_t*>(progress() + 2) + head * (slab_last - slab_first) + (chunk - slab_first);
   }
   KDA_FN int32_t* status() const {
     return reinterpret_cast<int32_t*>(static_cast<char*>(p.workspace) + p.workspace_bytes -

@@ -23,8 +23,7 @@ namespace kda {
 // Where an operand's tile lies: its first element, and how far behind it the last eight of the sixteen contracted
 // columns and the last eight rows begin. Only layers with kSplitHalves have tiles as four 8 x 8 matrices.
 struct TileAt {
-  int64_t offset;
-  int half, rows;
+  int offset, half, rows;
 };
 
 constexpr int kBeyondBytes = 128;  // keeps blobs at multiples of 128 bytes
@@ -58,17 +57,18 @@ struct Blob {
     const int base = 3 * kMatrix;
     if (!kBlocks)
       return {base + which * kTriangle + (row * (row + 1) / 2 + col) * kTileElements, 0, 0};
-    const int block = col / 2, rows = NT - 2 * block;
-    return {base + (block ? 4 * NT : 0) * kTileElements + 2 * which * rows * kTileElements +
-                2 * (row - 2 * block) * kTileElements + col % 2 * (kTileElements / 2),
+    // Linear in row and block, so that little depends on which of them a wave has.
+    const int block = col / 2;
+    return {base + 2 * which * NT * kTileElements + 2 * row * kTileElements +
+                block * 4 * (NT - 1 - which) * kTileElements + col % 2 * (kTileElements / 2),
             kTileElements / 4, kTileElements};
   }
 
   // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
   // step follow each other, sixteen bytes each, so that a matrix unit can read them all.
   static constexpr TileAt at(int base, int rows, int steps, int row, int step) {
-    if (!Tiles::kSplitHalves) return {base + (int64_t(row) * steps + step) * kTileElements, 0, 0};
-    return {base + int64_t(step) * rows * kTileElements + int64_t(row) * (kTileElements / 2),
+    if (!Tiles::kSplitHalves) return {base + (row * steps + step) * kTileElements, 0, 0};
+    return {base + step * rows * kTileElements + row * (kTileElements / 2),
             rows * kTileElements / 2, kTileElements / 4};
   }
 };
