@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class KDALayerConfig:
         for name in ("hidden", "heads", "head_dim", "conv_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, want at least 1")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, want one of {', '.join(_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, want one of {', '.join(DTYPES)}")
 
     @property
     def channels(self) -> int:

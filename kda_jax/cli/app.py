@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CliError as error:
         message = str(error)
     except OSError as error:
-        message = f"{error.filename or 'file'}: {error.strerror or error}"
+        message = f"{error.filename}: {error.strerror or error}" if error.filename else str(error)
     except (ValueError, NotImplementedError, RuntimeError, MemoryError) as error:
         # The library's own messages say what to do; XLA's errors are RuntimeErrors.
         message = str(error) or type(error).__name__
