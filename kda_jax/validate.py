@@ -40,27 +40,32 @@ def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
 
 
 def check_tensors(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str
-) -> tuple[int, int, int, int, int]:
-    """q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B, T, H, K, V."""
+    q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str, rows: str = "B, T"
+) -> tuple[int, ...]:
+    """q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B, T, H, K, V.
+
+    ``rows`` are the names of the axes before H.
+    """
     for name, x in (("q", q), ("k", k), ("v", v), (g_name, g), (beta_name, beta)):
         check_floating(name, x)
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {tuple(q.shape)}, want 4 axes [B, T, H, K]")
-    B, T, H, K = q.shape
-    axes = "[B, T, H, K] as q"
-    check_shape("k", k, (B, T, H, K), axes)
-    check_shape(g_name, g, (B, T, H, K), axes)
-    check_shape(beta_name, beta, (B, T, H), "[B, T, H] as q")
-    if v.ndim != 4 or v.shape[:3] != (B, T, H):
-        raise ValueError(f"v has shape {tuple(v.shape)}, want [B, T, H, V] with {(B, T, H)} as q")
-    V = v.shape[3]
+    rank = len(rows.split(",")) + 2
+    if q.ndim != rank:
+        raise ValueError(f"q has shape {tuple(q.shape)}, want {rank} axes [{rows}, H, K]")
+    *first, H, K = q.shape
+    axes = f"[{rows}, H, K] as q"
+    check_shape("k", k, (*first, H, K), axes)
+    check_shape(g_name, g, (*first, H, K), axes)
+    check_shape(beta_name, beta, (*first, H), f"[{rows}, H] as q")
+    if v.ndim != rank or v.shape[:-1] != (*first, H):
+        want = f"[{rows}, H, V] with {(*first, H)} as q"
+        raise ValueError(f"v has shape {tuple(v.shape)}, want {want}")
+    V = v.shape[-1]
     for name, axis, size in (("q", "K", K), ("v", "V", V)):
         if not 1 <= size <= MAX_DIM:
             raise ValueError(f"{name} has {axis} = {size} channels, want 1..{MAX_DIM}")
     if H < 1:
         raise ValueError(f"q has shape {tuple(q.shape)}: no heads")
-    return B, T, H, K, V
+    return *first, H, K, V
 
 
 def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> None:
