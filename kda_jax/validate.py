@@ -23,15 +23,17 @@ def check_floating(name: str, x: Any) -> None:
     """An array of bfloat16, float16 or float32; float64 only with jax_enable_x64."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(f"{name} is a {type(x).__name__}, want a NumPy or JAX array")
-    if x.dtype.name not in _FLOATS:
-        raise ValueError(
-            f"{name} has dtype {x.dtype}, want bfloat16, float16 or float32: cast it first"
-        )
+    check_dtype(f"{name} has dtype", x.dtype.name)
     x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if x.dtype.name == "float64" and not x64:
         raise ValueError(
             f"{name} has dtype float64, which needs jax_enable_x64: turn it on, or cast to float32"
         )
+
+
+def check_dtype(what: str, dtype: str) -> None:
+    if dtype not in _FLOATS:
+        raise ValueError(f"{what} {dtype}, want bfloat16, float16 or float32: cast it first")
 
 
 def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
@@ -60,12 +62,16 @@ def check_tensors(
         want = f"[{rows}, H, V] with {(*first, H)} as q"
         raise ValueError(f"v has shape {tuple(v.shape)}, want {want}")
     V = v.shape[-1]
-    for name, axis, size in (("q", "K", K), ("v", "V", V)):
-        if not 1 <= size <= MAX_DIM:
-            raise ValueError(f"{name} has {axis} = {size} channels, want 1..{MAX_DIM}")
-    if H < 1:
-        raise ValueError(f"q has shape {tuple(q.shape)}: no heads")
+    check_sizes(H, K, V)
     return *first, H, K, V
+
+
+def check_sizes(H: int, K: int, V: int) -> None:
+    if H < 1:
+        raise ValueError(f"H is {H}, want at least 1 head")
+    for name, what, size in (("K", "q and k", K), ("V", "v", V)):
+        if not 1 <= size <= MAX_DIM:
+            raise ValueError(f"{name} is {size}, want 1..{MAX_DIM} channels of {what}")
 
 
 def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> None:
@@ -75,6 +81,10 @@ def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> No
         "A_log", A_log, (H,), "[H], one per head (drop the padding of a checkpoint file first)"
     )
     check_shape("dt_bias", dt_bias, (H, K), "[H, K]")
+    check_lower_bound(lower_bound)
+
+
+def check_lower_bound(lower_bound: Any) -> None:
     if lower_bound is None:
         return
     if not _is_number(lower_bound) or not -5.0 <= lower_bound < 0.0:
