@@ -20,6 +20,9 @@ class KDALayerConfig:
     product and one convolution (qkv_proj [hidden, 3, H * K], qkv_conv1d [3, H * K, W]).
     rms_eps: inside the root of the output norm. dtype: of weights and activations (states of the
     recurrence are float32). backend: what chunk_kda_prefill is asked for unless the call says else.
+
+    Raises:
+      ValueError: a size is below 1, or there is no such dtype; names it.
     """
 
     hidden: int = 7168

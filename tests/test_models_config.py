@@ -74,6 +74,10 @@ ERRORS = [
     ),
     ({"moe_intermediate_size": None}, "moe_intermediate_size is 0, want at least 1"),
     ({"num_expert_group": 3}, "num_expert_group is 3, want a divisor of num_experts, 8"),
+    (
+        {"num_expert_group": 4, "topk_group": 1},
+        "num_experts_per_token is 3, want at most 2: the experts in topk_group = 1 groups",
+    ),
     ({"topk_group": 2}, "topk_group is 2, want 1..1 (num_expert_group)"),
     ({"moe_router_activation_func": "tanh"}, "moe_router_activation_func is 'tanh', want one of"),
     ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1, want an integer of at least 0"),

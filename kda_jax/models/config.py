@@ -108,6 +108,12 @@ class ModelConfig:
                 f"topk_group is {self.topk_group}, want 1..{self.num_expert_group}"
                 " (num_expert_group)"
             )
+        reachable = self.num_experts // self.num_expert_group * self.topk_group
+        if self.num_experts_per_token > reachable:
+            raise ValueError(
+                f"num_experts_per_token is {self.num_experts_per_token}, want at most {reachable}:"
+                f" the experts in topk_group = {self.topk_group} groups"
+            )
 
     @property
     def kda(self) -> KDALayerConfig:
