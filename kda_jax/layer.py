@@ -43,10 +43,7 @@ _DT_BIAS_RANGE = (-7.8, -1.4)
 
 
 class OpInputs(NamedTuple):
-    """What one layer feeds to chunk_kda_prefill beside its A_log and dt_bias, in its dtype.
-
-    q, k, v, raw_g: [1, T, H, K]. raw_beta: [1, T, H].
-    """
+    """What a layer feeds to the operator: q, k, v, raw_g [1, T, H, K]; raw_beta [1, T, H]."""
 
     q: jax.Array
     k: jax.Array
@@ -164,8 +161,7 @@ class KimiDeltaAttention(nnx.Module):
           y [D + T, hidden], the states of the prefill, and the new states of the decode rows.
 
         Raises:
-          ValueError, NotImplementedError: as chunk_kda_prefill, causal_conv1d, and the steps for
-            decode rows do.
+          ValueError, NotImplementedError: as in `__call__`.
         """
         D = 0 if decode is None else decode.recurrent.shape[0]
         raw = self.project(x)
