@@ -98,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (support := supports(args.backend, dtype=dtype, checkpoints=True)):
         raise SystemExit(support.reason)
     rows = []
-    console = output.console()
-    with output.progress(console) as bar:
+    with output.progress(output.console()) as bar:
         for H in bar.track(args.heads, description="checkpoints"):
             shape = Shape(f"T{args.tokens}_H{H}", (args.tokens,), H)
             size = traffic(shape, 2 if on_gpu else 4)
@@ -112,10 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "backend": args.backend,
         "rows": rows,
     }
-    name = args.name or f"checkpoints_{device.slug(results['device']['kind'])}"
-    page = markdown(results)
-    output.write(args.output / name, results, page)
-    console.print(page)
+    output.publish(args, "checkpoints", results, markdown(results))
     return 0
 
 

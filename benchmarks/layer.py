@@ -219,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = KDALayerConfig(hidden=args.hidden, heads=args.heads)
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    console = output.console()
-    with output.progress(console) as bar:
+    with output.progress(output.console()) as bar:
         layers = Layers(config, args.layers)
         for tokens in bar.track(args.tokens, description="layers"):
             row, why = run(layers, tokens, args.backends, args.budget, args.calls)
@@ -234,10 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
         "left_out": left_out,
     }
-    name = args.name or f"layer_{device.slug(results['device']['kind'])}"
-    page = markdown(results)
-    output.write(args.output / name, results, page)
-    console.print(page)
+    output.publish(args, "layer", results, markdown(results))
     return 0
 
 

@@ -142,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens, H = args.one
         print(json.dumps(measure(tokens, H, args.backend)), flush=True)
         return 0
-    console, rows = output.console(), []
-    with output.progress(console) as bar:
+    rows = []
+    with output.progress(output.console()) as bar:
         shapes = [(tokens, H) for tokens in args.tokens for H in args.heads]
         for tokens, H in bar.track(shapes, description="memory"):
             rows.append(in_a_process(tokens, H, args.backend))
@@ -154,10 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "backend": args.backend,
         "rows": rows,
     }
-    name = args.name or f"memory_{device.slug(results['device']['kind'])}"
-    page = markdown(results)
-    output.write(args.output / name, results, page)
-    console.print(page)
+    output.publish(args, "memory", results, markdown(results))
     return 0 if all(row.get("parity") for row in rows) else 1
 
 

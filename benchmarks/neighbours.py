@@ -194,8 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[12, 96])
     parser.add_argument("--calls", type=int, default=32, help="calls in one program at most")
     args = parser.parse_args(argv)
-    console = output.console()
-    with output.progress(console) as bar:
+    with output.progress(output.console()) as bar:
         bar.add_task("convolution and decode", total=None)
         bandwidth = floor.device_copy_bandwidth(budget=args.budget)
         rows, left_out = run(
@@ -213,10 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
         "left_out": left_out,
     }
-    name = args.name or f"neighbours_{device.slug(results['device']['kind'])}"
-    page = markdown(results)
-    output.write(args.output / name, results, page)
-    console.print(page)
+    output.publish(args, "neighbours", results, markdown(results))
     return 0
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from . import device
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -61,3 +63,17 @@ def write(stem: Path, results: dict[str, Any], page: str) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     stem.with_suffix(".md").write_text(page)
+
+
+def publish(args: argparse.Namespace, what: str, results: dict[str, Any], page: str) -> None:
+    """Writes results and their page, named after what was measured and where, and prints the page.
+
+    Args:
+      args: with --output and --name of `parser`.
+      what: was measured.
+      results: with `device.describe` under "device".
+      page: in Markdown.
+    """
+    name = args.name or f"{what}_{device.slug(results['device']['kind'])}"
+    write(args.output / name, results, page)
+    console().print(page)

@@ -118,10 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kind": args.kind,
         "rows": rows,
     }
-    page = markdown(results)
-    stem = args.name or f"stages_{device.slug(where['kind'])}"
-    output.write(args.output / stem, results, page)
-    console.print(page)
+    output.publish(args, "stages", results, markdown(results))
     return 1 if any("failed" in row for row in rows) else 0
 
 

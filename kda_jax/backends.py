@@ -9,8 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import validate
 from .chunked import ChunkedBackend
 from .devices import platform_of
+from .grid import check_chunk_size
 from .metadata import ChunkMetadata
 from .scan import ScanBackend
 from .types import Backend, CallSpec, KDAConfig, KDAInputs, KDAResult
@@ -193,9 +195,14 @@ def supports(
       `Support`: true in a condition if the call can run; ``backend`` is the one that would run it.
 
     Raises:
-      ValueError: no backend has this name.
+      ValueError: no backend has this name, or the operator takes no such argument.
     """
     name = jnp.dtype(dtype).name
+    validate.check_dtype("dtype is", name)
+    validate.check_sizes(H, K, V)
+    validate.check_lower_bound(lower_bound)
+    validate.check_options(None, "vk", groups)
+    check_chunk_size(chunk_size)
     spec = CallSpec(
         platform=platform or current_platform(),
         q_dtype=name,

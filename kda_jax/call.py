@@ -67,21 +67,7 @@ def prefill(
     else:
         pool = bind_pool(inputs, *rows, metadata, state, state_layout)
         inputs = inputs._replace(initial_state=None, has_initial_state=None)
-    spec = CallSpec(
-        platform=current_platform(),
-        q_dtype=inputs.q.dtype.name,
-        k_dtype=inputs.k.dtype.name,
-        v_dtype=inputs.v.dtype.name,
-        g_dtype=inputs.g.dtype.name,
-        beta_dtype=inputs.beta.dtype.name,
-        H=H,
-        K=K,
-        V=V,
-        gate=gate,
-        chunk_size=metadata.chunk_size,
-        checkpoints=metadata.capacity.checkpoints > 0,
-        groups=groups,
-    )
+    spec = CallSpec.of(current_platform(), inputs[:5], metadata, gate, groups)
     chosen, _ = resolve(backend, spec)
     check_alignment(chosen, metadata)
     config = KDAConfig(

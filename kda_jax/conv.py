@@ -159,8 +159,12 @@ def causal_conv1d_step(
       y [R, C] in x's dtype, and the new state, or the pool after the step.
 
     Raises:
-      ValueError: state or state_cache does not fit x and weight, or both are given.
+      ValueError: a wrong shape or dtype, naming the argument and what it should be; or state and
+        state_cache are both given.
     """
+    _check_weight(x, weight, "[R, C]")
+    if active is not None:
+        check_flags("active", active, x.shape[0], "[R], one per row")
     if state_cache is None and state_indices is None:
         if has_initial_state is not None:
             raise ValueError("has_initial_state is given without state_cache; pass both")
@@ -222,15 +226,7 @@ def _check(
             f"metadata is a {type(metadata).__name__}, want a ChunkMetadata:"
             " build one with ChunkMetadata.from_seq_lens"
         )
-    for name, array in (("x", x), ("weight", weight)):
-        if array.ndim != 2:
-            want = "[T, C]" if name == "x" else "[C, W]"
-            raise ValueError(f"{name} has shape {array.shape}, want {want}")
-        _check_floating(name, array)
-    if weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
-        raise ValueError(
-            f"weight has shape {weight.shape}, want ({x.shape[1]}, W): one row per channel of x"
-        )
+    _check_weight(x, weight, "[T, C]")
     if x.shape[0] < metadata.capacity.tokens:
         raise ValueError(
             f"x has {x.shape[0]} rows, metadata has room for {metadata.capacity.tokens}:"
@@ -273,6 +269,13 @@ def _check_cache(
         )
 
 
-def _check_floating(name: str, array: jax.Array) -> None:
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"{name} is {array.dtype}, want a floating dtype")
+def _check_weight(x: jax.Array, weight: jax.Array, axes: str) -> None:
+    for name, array, want in (("x", x, axes), ("weight", weight, "[C, W]")):
+        if array.ndim != 2:
+            raise ValueError(f"{name} has shape {array.shape}, want {want}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {array.dtype}, want a floating dtype")
+    if weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
+        raise ValueError(
+            f"weight has shape {weight.shape}, want ({x.shape[1]}, W): one row per channel of x"
+        )

@@ -15,6 +15,7 @@ from .gate import activate
 from .pool_arguments import bind_step_rows, check_cache, check_states
 from .scan import recurrence
 from .types import Gate, KDAConfig, KDAInputs
+from .validate import check_flags, check_gate, check_options, check_tensors
 
 
 def kda_decode_step(
@@ -36,9 +37,13 @@ def kda_decode_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Kimi Delta Attention for one token per row, from raw gates.
 
+    The formulas are those of `kda_jax.chunk_kda_prefill`, in plain JAX; on the state of a prefill
+    it is the prefill's next token.
+
     Args:
-      q, k, raw_g: ``[R, H, K]``, floating.
-      v: ``[R, H, V]``.
+      q, k, raw_g: ``[R, H, K]``, K in 1..256; bfloat16, float16 or float32, in any mix (float64
+        with jax_enable_x64).
+      v: ``[R, H, V]``, V in 1..256.
       raw_beta: ``[R, H]``.
       A_log: ``[H]``. dt_bias: ``[H, K]``.
       state: ``[R, H, V, K]`` float32 (float64 with float64 inputs).
@@ -58,9 +63,14 @@ def kda_decode_step(
       does not write keep their bits.
 
     Raises:
-      ValueError: state or state_cache does not fit the rows, or both are given.
+      ValueError: an argument is wrong, or state and state_cache are both given; names it and says
+        what it should be.
     """
-    R, H, K = q.shape
+    R, H, K, V = check_tensors(q, k, v, raw_g, raw_beta, "raw_g", "raw_beta", rows="R")
+    check_gate(A_log, dt_bias, lower_bound, H, K)
+    check_options(scale, "vk", None)
+    if active is not None:
+        check_flags("active", active, R, "[R], one per row")
     gate: Gate = "softplus" if lower_bound is None else "bounded"
     config = KDAConfig(
         scale=K**-0.5 if scale is None else scale,
@@ -71,7 +81,7 @@ def kda_decode_step(
     )
     valid = jnp.ones((R,), jnp.bool_) if active is None else active
     inputs = KDAInputs(q, k, v, raw_g, raw_beta, A_log, dt_bias, None, None)
-    want = (H, v.shape[-1], K)
+    want = (H, V, K)
     step = jax.vmap(recurrence)
     token = activate(inputs, config, valid)
     if state_cache is not None or state_indices is not None:

@@ -142,23 +142,10 @@ def _chunked(
 
 def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:
     """The platforms whose kernel runs this call; a GPU's refuses what the CPU's takes."""
-    q, k, v, g, beta = inputs[:5]
-    call = CallSpec(
-        platform="",
-        q_dtype=q.dtype.name,
-        k_dtype=k.dtype.name,
-        v_dtype=v.dtype.name,
-        g_dtype=g.dtype.name,
-        beta_dtype=beta.dtype.name,
-        H=q.shape[1],
-        K=q.shape[2],
-        V=v.shape[-1],
-        gate=config.gate,
-        chunk_size=metadata.chunk_size,
-        checkpoints=metadata.capacity.checkpoints > 0,
-        groups=config.groups,
-    )
-    specs = [dataclasses.replace(call, platform=p) for p in native.status().available_platforms]
+    specs = [
+        CallSpec.of(platform, inputs[:5], metadata, config.gate, config.groups)
+        for platform in native.status().available_platforms
+    ]
     return [spec.platform for spec in specs if FUSED.unsupported(spec) is None]
 
 

@@ -43,7 +43,7 @@ _DT_BIAS_RANGE = (-7.8, -1.4)
 
 
 class OpInputs(NamedTuple):
-    """What one layer feeds to chunk_kda_prefill, [1, T, ...], beside its A_log and dt_bias."""
+    """What a layer feeds to the operator: q, k, v, raw_g [1, T, H, K]; raw_beta [1, T, H]."""
 
     q: jax.Array
     k: jax.Array
@@ -159,6 +159,9 @@ class KimiDeltaAttention(nnx.Module):
 
         Returns:
           y [D + T, hidden], the states of the prefill, and the new states of the decode rows.
+
+        Raises:
+          ValueError, NotImplementedError: as in `__call__`.
         """
         D = 0 if decode is None else decode.recurrent.shape[0]
         raw = self.project(x)

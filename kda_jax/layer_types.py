@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,9 @@ class KDALayerConfig:
     product and one convolution (qkv_proj [hidden, 3, H * K], qkv_conv1d [3, H * K, W]).
     rms_eps: inside the root of the output norm. dtype: of weights and activations (states of the
     recurrence are float32). backend: what chunk_kda_prefill is asked for unless the call says else.
+
+    Raises:
+      ValueError: a size is below 1, or there is no such dtype; names it.
     """
 
     hidden: int = 7168
@@ -37,8 +40,8 @@ class KDALayerConfig:
         for name in ("hidden", "heads", "head_dim", "conv_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, want at least 1")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, want one of {', '.join(_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, want one of {', '.join(DTYPES)}")
 
     @property
     def channels(self) -> int:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from .capacity import Capacity as Capacity
+from .capacity import pad
 from .grid import (
     Array,
     Offsets,
@@ -27,41 +28,6 @@ from .grid import (
     parse_seq_lens,
     table,
 )
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The sizes for which a program is compiled; unused room is padding.
-
-    Attributes:
-      tokens: rows of the packed token axis (an operator's T may be larger).
-      sequences: rows of initial_state and final_state.
-      chunks: rows of the chunk table.
-      checkpoints: rows of checkpoint_state.
-    """
-
-    tokens: int
-    sequences: int
-    chunks: int
-    checkpoints: int = 0
-
-    @classmethod
-    def bucket(
-        cls, tokens: int, sequences: int, checkpoints: int = 0, chunk_size: int = 64
-    ) -> Capacity:
-        """Rounds sizes up so that a server meets a handful of different capacities.
-
-        Tokens go to the next of 64, 96, 128, 192, 256, ...; sequences and checkpoints to a power
-        of two (no checkpoints stay none). The chunks follow from these: no packing of that many
-        sequences and checkpoints needs more, so they never make a bucket of their own.
-        """
-        check_chunk_size(chunk_size)
-        power = max(64, _next_power_of_two(tokens))
-        if power > 64 and tokens <= 3 * power // 4:
-            power = 3 * power // 4
-        sequences = _next_power_of_two(sequences)
-        checkpoints = _next_power_of_two(checkpoints) if checkpoints else 0
-        return cls(power, sequences, power // chunk_size + sequences + checkpoints, checkpoints)
 
 
 @functools.partial(
@@ -125,7 +91,10 @@ class ChunkMetadata:
         checkpoint_offsets: Offsets | None = None,
         capacity: Capacity | Literal["bucket"] | None = None,
     ) -> ChunkMetadata:
-        """`from_seq_lens` for boundaries: int32 or int64 ``[N + 1]``, from 0, not decreasing."""
+        """`from_seq_lens` for boundaries: int32 or int64 ``[N + 1]``, from 0, not decreasing.
+
+        Other arguments and errors as there.
+        """
         return _build(parse_cu_seqlens(cu_seqlens), chunk_size, checkpoint_offsets, capacity)
 
     @classmethod
@@ -143,7 +112,8 @@ class ChunkMetadata:
 
         chunk_indices ``[NC, 2]`` holds (sequence, chunk in sequence) and chunk_offsets ``[N + 1]``
         the exclusive sum of ``ceil(length / chunk_size)``. Both are verified: a kernel that
-        trusted a wrong grid would read out of bounds.
+        trusted a wrong grid would read out of bounds. Other arguments and errors as in
+        `from_seq_lens`.
         """
         cu = parse_cu_seqlens(cu_seqlens)
         check_chunk_size(chunk_size)
@@ -242,12 +212,20 @@ class ChunkMetadata:
             )
 
     def pad_tokens(self, x: Any, axis: int = 1) -> Any:
-        """Zero-pads the token axis of a NumPy or JAX array to ``capacity.tokens``."""
-        return _pad(x, axis, self.capacity.tokens, "tokens")
+        """Zero-pads the token axis of a NumPy or JAX array to ``capacity.tokens``.
+
+        Raises:
+          ValueError: the axis is longer than that.
+        """
+        return pad(x, axis, self.capacity.tokens, "tokens")
 
     def pad_states(self, x: Any) -> Any:
-        """Zero-pads axis 0 of a NumPy or JAX array to ``capacity.sequences``."""
-        return _pad(x, 0, self.capacity.sequences, "sequences")
+        """Zero-pads axis 0 of a NumPy or JAX array to ``capacity.sequences``.
+
+        Raises:
+          ValueError: the axis is longer than that.
+        """
+        return pad(x, 0, self.capacity.sequences, "sequences")
 
 
 def _build(
@@ -293,18 +271,3 @@ def _restore(
     for rows in (seqs, chunks, checkpoints):
         rows.flags.writeable = False
     return ChunkMetadata(seqs, chunks, checkpoints, chunk_size, capacity)
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _pad(x: Any, axis: int, size: int, what: str) -> Any:
-    missing = size - x.shape[axis]
-    if missing < 0:
-        raise ValueError(
-            f"axis {axis} of shape {x.shape} is longer than the capacity of {size} {what}"
-        )
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.resources
 import os
 import re
@@ -146,11 +147,33 @@ def _import(platform: str) -> ModuleType:
         raise ImportError(f"the native library does not load ({error}); {_REBUILD}") from error
 
 
+def _installed_elsewhere(platform: str) -> Path | None:
+    """Where pip put this platform's library, if Python took the package from another folder.
+
+    So it does in a checkout after `pip install .`: the current folder comes first.
+    """
+    try:
+        installed = importlib.metadata.distribution("kda-jax").locate_file("kda_jax")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(installed))
+    return folder if any(folder.glob(f"{_MODULES[platform]}.*")) else None
+
+
 def _why_missing(platform: str) -> str:
+    if folder := _installed_elsewhere(platform):
+        return (
+            f"the native library is installed in {folder}, but Python took kda_jax from "
+            f"{Path(__file__).parent}; start it in another folder, or install with "
+            "`pip install --editable .`"
+        )
     # Not next to this file in an editable install.
     note = importlib.resources.files(__package__) / "_native_build.txt"
     if note.is_file():
         return f"{note.read_text().strip()}; {_REBUILD}"
     if platform == "cpu":
         return f"the native library is not built; {_REBUILD}"
-    return f"kda_jax has no kernel for {platform} in it; build it (BUILD.md) or use 'chunked'"
+    return (
+        f"kda_jax has no kernel for {platform} in it; build it (BUILD.md, GPU kernels) or use"
+        " 'chunked'"
+    )

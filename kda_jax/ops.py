@@ -83,6 +83,9 @@ def chunk_kda_prefill(
         S    = S + beta * (v - S k) k^T
         out  = scale * S q
 
+    The recurrence and the softplus gate are those of Kimi Linear (arXiv:2510.26692, section 3), the
+    bounded gate is Kimi-K3's.
+
     Args:
       q, k, raw_g: ``[B, T, H, K]``, K in 1..256. bfloat16, float16 or float32, in any mix (float64
         with jax_enable_x64 on the backends that have it).
@@ -197,18 +200,22 @@ def chunk_kda(
     backend: str = "auto",
     groups: int | None = None,
 ) -> KDAResult | KDAPoolResult:
-    """`chunk_kda_prefill` for gates that are activated already.
+    """`chunk_kda_prefill` for gates that are activated already: its formulas from S on.
 
     Args:
-      q, k, v: as there.
+      q, k, v: as there, ``[B, T, H, K]``, ``[B, T, H, K]`` and ``[B, T, H, V]``.
       g: ``[B, T, H, K]``, the decay of each channel as natural logarithm, <= 0.
       beta: ``[B, T, H]``, in (0, 1).
       use_qk_l2norm: whether to L2-normalize q and k here.
       metadata, initial_state, has_initial_state, state_cache, state_indices,
         checkpoint_state_indices, scale, state_layout, backend, groups: as there.
 
-    Returns and raises as there. The values of g and beta are not checked: that would wait for the
-    device.
+    Returns:
+      `KDAResult`, or with state_cache `KDAPoolResult`, as there.
+
+    Raises:
+      ValueError, NotImplementedError: as there. The values of g and beta are not checked: that
+        would wait for the device.
     """
     validate.check_tensors(q, k, v, g, beta, "g", "beta")
     if not isinstance(use_qk_l2norm, bool):

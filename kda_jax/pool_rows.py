@@ -54,6 +54,9 @@ def step_rows(
       checkpoint_state_indices: for each checkpoint in use, in the metadata's order, its row, or a
         negative number for none; `CheckpointPlan.destination` for one.
 
+    Returns:
+      `StepRows`, NumPy arrays.
+
     Raises:
       ValueError: a wrong number of entries, a row that is not in the pool, two writes to one row,
         or a checkpoint's row that a sequence holds.

@@ -103,6 +103,14 @@ def make_case(
       seed: of the random numbers.
       lower_bound: as in the operator.
       initial_state: whether sequences have one; a list makes has_initial_state of it.
+
+    Returns:
+      `Case`: q, k, raw_g ``[1, T, H, K]``, v ``[1, T, H, V]`` and raw_beta ``[1, T, H]``, with T
+      the metadata's token capacity; A_log ``[H]``, dt_bias ``[H, K]`` and initial_state
+      ``[N, H, V, K]`` in float32.
+
+    Raises:
+      ValueError: there is no such kind, or `ChunkMetadata.from_seq_lens` refuses its arguments.
     """
     metadata = ChunkMetadata.from_seq_lens(
         seq_lens, chunk_size=chunk_size, checkpoint_offsets=checkpoint_offsets, capacity=capacity

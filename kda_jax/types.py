@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -128,6 +129,33 @@ class CallSpec:
     chunk_size: int
     checkpoints: bool
     groups: int | None
+
+    @classmethod
+    def of(
+        cls,
+        platform: str,
+        tensors: Sequence[Any],
+        metadata: ChunkMetadata,
+        gate: str,
+        groups: int | None,
+    ) -> CallSpec:
+        """Of a call: ``tensors`` are q ``[..., H, K]``, k, v ``[..., H, V]``, g and beta."""
+        q, k, v, g, beta = tensors
+        return cls(
+            platform=platform,
+            q_dtype=q.dtype.name,
+            k_dtype=k.dtype.name,
+            v_dtype=v.dtype.name,
+            g_dtype=g.dtype.name,
+            beta_dtype=beta.dtype.name,
+            H=q.shape[-2],
+            K=q.shape[-1],
+            V=v.shape[-1],
+            gate=gate,
+            chunk_size=metadata.chunk_size,
+            checkpoints=metadata.capacity.checkpoints > 0,
+            groups=groups,
+        )
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -23,15 +23,17 @@ def check_floating(name: str, x: Any) -> None:
     """An array of bfloat16, float16 or float32; float64 only with jax_enable_x64."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(f"{name} is a {type(x).__name__}, want a NumPy or JAX array")
-    if x.dtype.name not in _FLOATS:
-        raise ValueError(
-            f"{name} has dtype {x.dtype}, want bfloat16, float16 or float32: cast it first"
-        )
+    check_dtype(f"{name} has dtype", x.dtype.name)
     x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if x.dtype.name == "float64" and not x64:
         raise ValueError(
             f"{name} has dtype float64, which needs jax_enable_x64: turn it on, or cast to float32"
         )
+
+
+def check_dtype(what: str, dtype: str) -> None:
+    if dtype not in _FLOATS:
+        raise ValueError(f"{what} {dtype}, want bfloat16, float16 or float32: cast it first")
 
 
 def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
@@ -40,27 +42,36 @@ def check_shape(name: str, x: Any, want: tuple[int, ...], axes: str) -> None:
 
 
 def check_tensors(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str
-) -> tuple[int, int, int, int, int]:
-    """q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B, T, H, K, V."""
+    q: Any, k: Any, v: Any, g: Any, beta: Any, g_name: str, beta_name: str, rows: str = "B, T"
+) -> tuple[int, ...]:
+    """q, k, g ``[B, T, H, K]``, v ``[B, T, H, V]``, beta ``[B, T, H]``; returns B, T, H, K, V.
+
+    ``rows`` are the names of the axes before H.
+    """
     for name, x in (("q", q), ("k", k), ("v", v), (g_name, g), (beta_name, beta)):
         check_floating(name, x)
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {tuple(q.shape)}, want 4 axes [B, T, H, K]")
-    B, T, H, K = q.shape
-    axes = "[B, T, H, K] as q"
-    check_shape("k", k, (B, T, H, K), axes)
-    check_shape(g_name, g, (B, T, H, K), axes)
-    check_shape(beta_name, beta, (B, T, H), "[B, T, H] as q")
-    if v.ndim != 4 or v.shape[:3] != (B, T, H):
-        raise ValueError(f"v has shape {tuple(v.shape)}, want [B, T, H, V] with {(B, T, H)} as q")
-    V = v.shape[3]
-    for name, axis, size in (("q", "K", K), ("v", "V", V)):
-        if not 1 <= size <= MAX_DIM:
-            raise ValueError(f"{name} has {axis} = {size} channels, want 1..{MAX_DIM}")
+    rank = len(rows.split(",")) + 2
+    if q.ndim != rank:
+        raise ValueError(f"q has shape {tuple(q.shape)}, want {rank} axes [{rows}, H, K]")
+    *first, H, K = q.shape
+    axes = f"[{rows}, H, K] as q"
+    check_shape("k", k, (*first, H, K), axes)
+    check_shape(g_name, g, (*first, H, K), axes)
+    check_shape(beta_name, beta, (*first, H), f"[{rows}, H] as q")
+    if v.ndim != rank or v.shape[:-1] != (*first, H):
+        want = f"[{rows}, H, V] with {(*first, H)} as q"
+        raise ValueError(f"v has shape {tuple(v.shape)}, want {want}")
+    V = v.shape[-1]
+    check_sizes(H, K, V)
+    return *first, H, K, V
+
+
+def check_sizes(H: int, K: int, V: int) -> None:
     if H < 1:
-        raise ValueError(f"q has shape {tuple(q.shape)}: no heads")
-    return B, T, H, K, V
+        raise ValueError(f"H is {H}, want at least 1 head")
+    for name, what, size in (("K", "q and k", K), ("V", "v", V)):
+        if not 1 <= size <= MAX_DIM:
+            raise ValueError(f"{name} is {size}, want 1..{MAX_DIM} channels of {what}")
 
 
 def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> None:
@@ -70,6 +81,10 @@ def check_gate(A_log: Any, dt_bias: Any, lower_bound: Any, H: int, K: int) -> No
         "A_log", A_log, (H,), "[H], one per head (drop the padding of a checkpoint file first)"
     )
     check_shape("dt_bias", dt_bias, (H, K), "[H, K]")
+    check_lower_bound(lower_bound)
+
+
+def check_lower_bound(lower_bound: Any) -> None:
     if lower_bound is None:
         return
     if not _is_number(lower_bound) or not -5.0 <= lower_bound < 0.0:

@@ -142,6 +142,9 @@ def buckets(
     Ordered so that the first of them are the most useful ones: for each number of tokens, largest
     first, the most sequences without checkpoints; then one sequence, or the most checkpoints; then
     what lies between.
+
+    Raises:
+      ValueError: a maximum is too small.
     """
     for name, value, low in (
         ("max_tokens", max_tokens, 1),

@@ -75,3 +75,10 @@ def x64() -> Iterator[None]:
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that the test registers are gone after it."""
     monkeypatch.setattr(backends, "_registry", dict(backends._registry))
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The CPU is the default device, whatever else is there."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -181,3 +182,22 @@ def test_platform_follows_the_default_device() -> None:
 def test_supports_takes_any_dtype_form() -> None:
     for dtype in ("float32", np.float32, jax.numpy.bfloat16):
         assert supports("chunked", dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is int8, want bfloat16, float16 or float32"),
+        ({"K": 257}, "K is 257, want 1..256"),
+        ({"V": 0}, "V is 0, want 1..256"),
+        ({"H": 0}, "H is 0, want at least 1"),
+        ({"lower_bound": -9}, "lower_bound is -9, want a number in [-5, 0)"),
+        ({"chunk_size": 48}, "chunk_size is 48, want one of"),
+        ({"groups": 0}, "groups is 0, want an integer >= 1"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_supports_refuses_what_the_operator_refuses(options: Any, message: str) -> None:
+    """A mistake is no answer: "chunked" would not run it either."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        supports(**options)

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cli_checks import fits, one_line_error
 from safetensors import safe_open
 from safetensors.flax import load_file, save_file
 
@@ -47,19 +48,6 @@ def changed(states, target, tensors=(), strings=()):
         metadata = file.metadata()
     save_file(load_file(states) | dict(tensors), target, metadata | dict(strings))
     return str(target)
-
-
-def fits(text):
-    return all(len(line) <= 80 for line in text.splitlines())
-
-
-def one_line_error(capsys, argv, *parts):
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.endswith("\n"), captured.err
-    assert captured.err.startswith("python -m kda_jax")
-    for part in parts:
-        assert part in captured.err, captured.err
 
 
 def test_prefill_table(docs, capsys):
@@ -280,39 +268,3 @@ def test_as_a_process(docs, tmp_path):
     done = run("prefill", "short.txt")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "no device for JAX_PLATFORMS=no_such_platform" in done.stderr
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A tiny Kimi-K3 that reads bytes; scan compiles fastest."""
-    from model_cases import k3, random_model
-
-    from kda_jax.models import save_pretrained
-
-    save_pretrained(random_model(k3(1, (), vocab_size=256)), tmp_path)
-    return str(tmp_path)
-
-
-def test_generate_continues_prompts(folder, capsys):
-    argv = ["generate", "--model", folder, "--prompt", "ab", "--tokens", "97,98"]
-    assert main([*argv, "--max-new-tokens", "2", "--backend", "scan"]) == 0
-    out, _ = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[0].startswith("model    KimiK3: 1 layers, ")
-    assert lines[1] == "prompt 0  2 tokens, 2 new" and "prompt 1  2 tokens, 2 new" in lines
-    numbers = [int(n) for n in lines[-2].split(",")]  # the same prompt, given as numbers
-    assert bytes(numbers).decode(errors="replace").splitlines() == lines[2:-3]
-    assert lines[-1].startswith("4 tokens in ")
-
-
-def test_generate_errors(folder, tmp_path, capsys):
-    run = ["generate", "--model", folder]
-    one_line_error(capsys, run, "nothing to continue")
-    one_line_error(capsys, [*run, "--tokens", "1,x"], "--tokens '1,x'", "1,2,3")
-    one_line_error(capsys, [*run, "--tokens", "256"], "prompts[0] holds a token outside 0..255")
-    one_line_error(capsys, [*run, "--prompt", "a", "--temperature", "-1"], "temperature is -1.0")
-    one_line_error(capsys, ["generate", "--model", str(tmp_path / "none")], "no config.json")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["vocab_size"] = 96
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    one_line_error(capsys, [*run, "--prompt", "a"], "want (96, 24)")  # before the tokenizer

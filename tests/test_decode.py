@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,9 +56,52 @@ def test_conv_step_equals_a_prefill_of_one_token(dtype):
     np.testing.assert_array_equal(after, want.final_state)
 
 
-def test_errors():
-    x = normal(ROWS, H, K)
-    with pytest.raises(ValueError, match=r"state has shape \(4, 2, 8, 8\), want \(4, 2, 16, 16\)"):
-        kda_decode_step(x, x, x, x, x[..., 0], x[0, :, 0], x[0], normal(ROWS, H, 8, 8))
-    with pytest.raises(ValueError, match=r"state is float32 \(4, 6, 2\), want float32 \(4, 6, 3\)"):
-        causal_conv1d_step(normal(ROWS, 6), normal(6, 4), normal(ROWS, 6, 2))
+ERRORS = [
+    ("q", lambda x: x[0], r"q has shape (2, 16), want 3 axes [R, H, K]"),
+    ("q", lambda x: x.astype(np.int32), "q has dtype int32, want bfloat16"),
+    ("k", lambda x: x[1:], "k has shape (3, 2, 16), want (4, 2, 16): [R, H, K] as q"),
+    ("v", lambda x: x[:, :1], "v has shape (4, 1, 8), want [R, H, V] with (4, 2) as q"),
+    ("raw_beta", lambda x: x[..., None], "raw_beta has shape (4, 2, 1), want (4, 2): [R, H] as q"),
+    ("A_log", lambda x: x[:1], "A_log has shape (1,), want (2,)"),
+    ("dt_bias", lambda x: x.ravel(), "dt_bias has shape (32,), want (2, 16)"),
+    ("state", lambda x: x[:, :, :4], "state has shape (4, 2, 4, 16), want (4, 2, 8, 16)"),
+    ("state", lambda x: None, "state has shape None, want (4, 2, 8, 16)"),
+    ("active", lambda x: x.astype(np.int8), "active has dtype int8, want bool"),
+    ("active", lambda x: x[1:], "active has shape (3,), want (4,): [R], one per row"),
+    ("lower_bound", lambda x: -7.0, "lower_bound is -7.0, want a number in [-5, 0)"),
+    ("scale", lambda x: 0, "scale is 0, want a Python number"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), ERRORS, ids=[x[2] for x in ERRORS])
+def test_errors(name, change, message):
+    arguments = {
+        "q": normal(ROWS, H, K),
+        "k": normal(ROWS, H, K),
+        "v": normal(ROWS, H, V),
+        "raw_g": normal(ROWS, H, K),
+        "raw_beta": normal(ROWS, H),
+        "A_log": normal(H),
+        "dt_bias": normal(H, K),
+        "state": normal(ROWS, H, V, K),
+        "active": ACTIVE,
+        "lower_bound": -5.0,
+        "scale": None,
+    }
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kda_decode_step(**arguments)
+
+
+def test_conv_step_errors():
+    x, weight, state = normal(ROWS, 6), normal(6, 4), normal(ROWS, 6, 3)
+    for arguments, message in (
+        ((x, weight, state[..., 1:]), "state is float32 (4, 6, 2), want float32 (4, 6, 3)"),
+        ((x[0], weight, state), "x has shape (6,), want [R, C]"),
+        ((x, weight[1:], state), "weight has shape (5, 4), want (6, W)"),
+        ((x, weight.astype(int), state), "weight is int64, want a floating dtype"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            causal_conv1d_step(*arguments)
+    with pytest.raises(ValueError, match=re.escape("active has shape (3,), want (4,)")):
+        causal_conv1d_step(x, weight, state, active=ACTIVE[1:])

@@ -35,7 +35,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"q": np.ones((T, H, K), np.float32)}, r"q has shape \(10, 3, 16\), want 4 axes"),
     ({"k": np.ones((1, T, H, K + 1), np.float32)}, r"k has shape \(1, 10, 3, 17\), want \(1, 10"),
     ({"v": np.ones((1, T + 1, H, V), np.float32)}, r"v has shape \(1, 11, 3, 8\), want \[B, T"),
-    ({"v": np.ones((1, T, H, 257), np.float32)}, r"v has V = 257 channels, want 1\.\.256"),
+    ({"v": np.ones((1, T, H, 257), np.float32)}, r"V is 257, want 1\.\.256 channels of v"),
     ({"raw_g": np.ones((1, T, H), np.float32)}, r"raw_g has shape \(1, 10, 3\), want"),
     ({"raw_beta": np.ones((1, T, H, 1), np.float32)}, r"raw_beta has shape \(1, 10, 3, 1\), want"),
     ({"A_log": np.ones(128, np.float32)}, r"A_log has shape \(128,\), want \(3,\)"),

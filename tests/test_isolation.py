@@ -264,7 +264,8 @@ def test_hazard_21_integers_are_refused(path: str, name: str) -> None:
 
 @all_paths(NATIVE)
 def test_hazard_22_vmap_is_a_loop(path: str) -> None:
-    # The other transformations, and the backends in plain JAX: test_transforms.py.
+    # The backends in plain JAX: test_vmap.py. The other transformations: test_gradients.py and
+    # test_transforms.py.
     fn = prefill(path)
     capacity = Capacity(160, 4, 12, 4)
     offsets = [[64], [], [1], [80]]

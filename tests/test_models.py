@@ -137,7 +137,7 @@ def test_kda_layer_of_both_gates(fused_projections):
 # --- whole models ----------------------------------------------------------------------------
 
 
-CAPACITY = Capacity(128, 4, 6)  # of test_models_generation.py too
+CAPACITY = Capacity(128, 4, 6)  # of test_models_steps.py too
 
 
 def in_parts(model, tokens, sizes):

@@ -108,6 +108,7 @@ def _package_without_library(reload: pytest.MonkeyPatch, folder: Path) -> None:
         reload.delitem(sys.modules, f"kda_jax.{name}", raising=False)
         reload.delattr(kda_jax, name, raising=False)
     reload.setattr(kda_jax, "__path__", [str(folder)])
+    reload.setattr(native, "_installed_elsewhere", lambda platform: None)
     # An editable install finds the library by a hook of its own, wherever the package looks.
     hooks = [x for x in sys.meta_path if "Redirecting" not in type(x).__name__]
     reload.setattr(sys, "meta_path", hooks)
@@ -117,6 +118,22 @@ def test_missing(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _package_without_library(reload, tmp_path)
     assert_reported("is not built", "BUILD.md")
     assert native.status().library is None
+
+
+def test_missing_in_a_checkout(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`pip install .`, then Python in the checkout: it takes the sources, which have no library."""
+    found = native._installed_elsewhere
+    _package_without_library(reload, tmp_path / "checkout")
+    reload.setattr(native, "_installed_elsewhere", found)
+    installed = SimpleNamespace(locate_file=lambda name: tmp_path / "site-packages" / name)
+    reload.setattr(native.importlib.metadata, "distribution", lambda name: installed)
+    folder = tmp_path / "site-packages" / "kda_jax"
+    folder.mkdir(parents=True)
+    assert "is not built" in native.status().reasons["cpu"]
+    native._status.cache_clear()
+    (folder / "_native.cpython-313-x86_64-linux-gnu.so").touch()
+    assert_reported(f"is installed in {folder}", "start it in another folder", "--editable")
+    assert "no kernel for cuda" in native.status().reasons["cuda"]
 
 
 def test_missing_says_what_the_build_said(reload: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,24 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_same_bits
+from handler_call import CHUNK, LENGTHS, Call, H, K, V, make_call
 from programs import needs_fused
-from test_handler import CHUNK, LENGTHS, Call, H, K, V, make_call
 
 from kda_jax.native import POOL_TARGET
 from kda_jax.testing import make_case
 from kda_jax.workspace import workspace
 
-pytestmark = needs_fused
+pytestmark = [needs_fused, pytest.mark.usefixtures("on_cpu")]
 
 Arrays = dict[str, Any]
 ROWS, LIVE, SAVED = 9, [6, 2, 0, -1], [3, -1, 8, 99]
 POOL_AT = 7  # of the operands
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Any:
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
 
 
 def pool_call(groups: int = 1, state_kv: bool = False) -> tuple[Call, Call]:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CliError as error:
         message = str(error)
     except OSError as error:
-        message = f"{error.filename or 'file'}: {error.strerror or error}"
+        message = f"{error.filename}: {error.strerror or error}" if error.filename else str(error)
     except (ValueError, NotImplementedError, RuntimeError, MemoryError) as error:
         # The library's own messages say what to do; XLA's errors are RuntimeErrors.
         message = str(error) or type(error).__name__
@@ -95,7 +95,8 @@ def _command(args: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m kda_jax",
-        description="Kimi Delta Attention prefill on real text, through XLA.",
+        description="Kimi Delta Attention in JAX: prefill text files and resume them, run a model,"
+        " check this machine and a server.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -103,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "prefill",
         help="prefill text files as one packed batch",
         description="Prefill text files as one packed batch: bytes -> seeded embedding -> one"
-        " KDA layer in Kimi-K3's form. Every backend's result is compared with `scan`.",
+        " KDA layer in Kimi-K3's form. The results are compared with `scan` in float64.",
     )
     run.add_argument("files", nargs="+", metavar="FILE", help="text file; one document each")
     run.add_argument(
@@ -146,16 +147,28 @@ def build_parser() -> argparse.ArgumentParser:
         description="Continue prompts with a Kimi-Linear or Kimi-K3 model from a folder with"
         " config.json and safetensors files. Several prompts run as one batch.",
     )
-    write.add_argument("--model", required=True, metavar="DIR", help="the folder")
+    write.add_argument(
+        "--model", required=True, metavar="DIR", help="folder with config.json and safetensors"
+    )
     write.add_argument(
         "--prompt", action="append", metavar="TEXT", help="may be given more than once"
     )
     write.add_argument(
         "--tokens", action="append", metavar="1,2,3", help="a prompt as token numbers"
     )
-    write.add_argument("--max-new-tokens", type=Integer(1), default=64, help="default 64")
-    write.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    write.add_argument("--seed", type=Integer(0, 2**32 - 1), default=0, help="of the sampling")
+    write.add_argument(
+        "--max-new-tokens", type=Integer(1), default=64, metavar="N", help="default 64"
+    )
+    write.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy"
+    )
+    write.add_argument(
+        "--seed",
+        type=Integer(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="of the sampling, default 0",
+    )
     write.add_argument("--dtype", choices=DTYPES, help="default: the model's")
     write.add_argument("--backend", choices=BACKENDS, default="auto", help="default auto")
 
@@ -166,7 +179,8 @@ def build_parser() -> argparse.ArgumentParser:
         "verify",
         help="check results, exactness and hazards on every device here",
         description="Run every check on every device that jax sees, against a float64 reference on"
-        " the CPU; exit code 1 if a backend gets wrong what it claims to support. Takes a minute.",
+        " the CPU; exit code 1 if a backend gets wrong what it claims to support. Takes a minute or"
+        " two.",
     )
     check.add_argument("--report", metavar="FILE", help="write all results to a JSON file")
     check.add_argument(
@@ -183,7 +197,8 @@ def build_parser() -> argparse.ArgumentParser:
     look = commands.add_parser(
         "doctor",
         help="say what works on this machine and why the rest does not",
-        description="Versions, plugins, FFI API, devices, and which backends work here.",
+        description="Versions, plugins, FFI API, devices, and which backends work here. The exit"
+        " code is 0, whatever is missing.",
     )
     look.add_argument("--json", action="store_true", help="the same as one JSON object")
     return parser

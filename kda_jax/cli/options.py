@@ -48,7 +48,9 @@ def add_serve(commands: Any) -> None:
     )
     run.add_argument("model", metavar="MODEL_DIR", help="config.json and safetensors files")
     run.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
-    run.add_argument("--port", type=Integer(0, 65535), default=8000, help="0: any free one")
+    run.add_argument(
+        "--port", type=Integer(0, 65535), default=8000, help="default 8000; 0: any free one"
+    )
     run.add_argument("--name", help="of the model, for clients (default: the folder's)")
     for name, default, low, text in (
         ("--block-size", 256, 1, "tokens of a cache block"),
@@ -141,4 +143,6 @@ def add_prefix_check(commands: Any) -> None:
         help="whether answers must be right; no: for a model that was not trained to answer",
     )
     check.add_argument("--seed", type=Integer(0), default=0, help="of the facts, default 0")
-    check.add_argument("--timeout", type=float, default=600, help="seconds for one request")
+    check.add_argument(
+        "--timeout", type=float, default=600, help="seconds for one request, default 600"
+    )

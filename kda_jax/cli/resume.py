@@ -84,7 +84,7 @@ def resume(args: argparse.Namespace) -> int:
     out.print(table)
     out.print(f"document  {saved.names[index]}", soft_wrap=True)
     out.print(f"backend   {support.backend}: {support.reason}")
-    skipped = f"{offset / total:.0%} of the prefill skipped"
+    skipped = f"{offset * 100 // total}% of the prefill skipped"
     out.print(
         f"the resumed run equals the one-shot run; {skipped}"
         if good

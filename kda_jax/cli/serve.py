@@ -62,6 +62,7 @@ def serve(args: argparse.Namespace) -> int:
     out.print(f"cache    {sizes.cache_bytes:,} bytes, blocks of {args.block_size} tokens;")
     out.print(f"         checkpoints inside prompts are {state}")
     if args.warm_up != 0:
+        out.print("warm-up  compiling the steps' shapes (--warm-up 0: none before listening)")
         out.print(f"warm-up  {warm(runner, limit=args.warm_up)}")
     name = args.name or Path(args.model).resolve().name
     service = Service(engine, name, tokenizer, max_body=4096 + _BYTES_OF_A_TOKEN * longest)

@@ -95,6 +95,8 @@ def save(
 
 def load(path: str) -> Saved:
     """Read and check a states file."""
+    if Path(path).is_dir():
+        raise CliError(f"{path}: is a folder, name the file that `prefill --save` wrote")
     if not Path(path).is_file():
         raise CliError(
             f"{path}: no such file, make it with `python -m kda_jax prefill FILE --save {path}`"
@@ -147,6 +149,9 @@ def _parse(path: str, strings: dict[str, str], tensors: dict[str, jax.Array]) ->
             )
         ),
     )
+    lengths, offsets = saved.seq_lens.shape, saved.checkpoints.shape
+    if lengths != (len(documents),) or offsets != (len(saved.checkpoints), 2):
+        raise ValueError(f"seq_lens and checkpoints have shapes {lengths}, {offsets}")
     rows = (len(documents), len(saved.checkpoints))
     for count, state in zip(rows, saved.states, strict=True):
         want = (

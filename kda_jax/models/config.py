@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..layer_types import KDALayerConfig
-
-_ACTIVATIONS = ("silu", "situ")
+from .fields import check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,9 @@ class ModelConfig:
     routed_expert_hidden_size: None: experts at full width.
     dtype: of weights and activations. backend: of the KDA prefill, unless a call says else.
     fused_projections: q, k and v of a KDA layer as one product (not a field of config.json).
+
+    Raises:
+      ValueError: a field has a value that the models do not have; names it.
     """
 
     model_type: str
@@ -75,10 +77,8 @@ class ModelConfig:
     fused_projections: bool = False
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}, want an integer of at least 1")
+        parts = {f"activation.{name}": x for name, x in vars(self.activation).items()}
+        check(vars(self) | parts, {})
         for name in ("full_attn_layers", "moe_layers"):
             for layer in getattr(self, name):
                 if not 0 <= layer < self.num_hidden_layers:
@@ -86,13 +86,6 @@ class ModelConfig:
                         f"{name} names layer {layer} (from 0); num_hidden_layers is"
                         f" {self.num_hidden_layers}"
                     )
-        if self.activation.name not in _ACTIVATIONS:
-            raise ValueError(f"hidden_act is {self.activation.name!r}, want one of {_ACTIVATIONS}")
-        if self.moe_router_activation_func not in ("sigmoid", "softmax"):
-            raise ValueError(
-                f"moe_router_activation_func is {self.moe_router_activation_func!r},"
-                " want 'sigmoid' or 'softmax'"
-            )
         if not self.moe_layers:
             return
         if not 1 <= self.num_experts_per_token <= self.num_experts:
@@ -101,7 +94,10 @@ class ModelConfig:
                 f"{self.num_experts} (num_experts)"
             )
         if self.moe_intermediate_size < 1:
-            raise ValueError("moe_intermediate_size is missing: layers with experts need it")
+            raise ValueError(
+                f"moe_intermediate_size is {self.moe_intermediate_size}, want at least 1:"
+                " layers with experts need it"
+            )
         if self.num_expert_group < 1 or self.num_experts % self.num_expert_group:
             raise ValueError(
                 f"num_expert_group is {self.num_expert_group}, want a divisor of num_experts,"
@@ -111,6 +107,12 @@ class ModelConfig:
             raise ValueError(
                 f"topk_group is {self.topk_group}, want 1..{self.num_expert_group}"
                 " (num_expert_group)"
+            )
+        reachable = self.num_experts // self.num_expert_group * self.topk_group
+        if self.num_experts_per_token > reachable:
+            raise ValueError(
+                f"num_experts_per_token is {self.num_experts_per_token}, want at most {reachable}:"
+                f" the experts in topk_group = {self.topk_group} groups"
             )
 
     @property
@@ -136,19 +138,3 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether the layer (from 0) has experts rather than a dense MLP."""
         return layer in self.moe_layers
-
-
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "linear_num_heads",
-    "linear_head_dim",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "short_conv_kernel_size",
-)

@@ -184,6 +184,9 @@ def generate(
 ) -> list[list[int]]:
     """Continues a batch of prompts of any lengths.
 
+    Steps are compiled once per bucket (`Capacity.bucket`): of prompt tokens in a prefill, of
+    prompts, and of the longest prompt with its new tokens. Other lengths are no new program.
+
     Args:
       model: the weights.
       prompts: token numbers, at least one each.
@@ -202,13 +205,14 @@ def generate(
     _check_prompts(model, prompts, max_new_tokens, step_tokens)
     _check_temperature(temperature, key)
     ends = np.asarray(model.config.eos_token_id if eos is None else eos, np.int32)
-    rows = Capacity.bucket(1, len(prompts)).sequences
     longest = max(map(len, prompts)) + max_new_tokens
-    cache = empty_cache(model.config, rows, longest)
+    # The cache's shape is part of every step's program, so its length is a bucket, too. That takes
+    # memory, at most half as much again, and no time: attention reads the rows that count.
+    room = Capacity.bucket(longest, len(prompts))
+    cache = empty_cache(model.config, room.sequences, room.tokens)
     logits, cache = _prefill_all(model, prompts, cache, step_tokens, backend)
     new: list[list[int]] = [[] for _ in prompts]
-    active = np.zeros((rows,), bool)
-    active[: len(prompts)] = True
+    active = np.arange(room.sequences) < len(prompts)
     for step in range(max_new_tokens):
         step_key = None if key is None else jax.random.fold_in(key, step)
         tokens = sample(logits, temperature, step_key)

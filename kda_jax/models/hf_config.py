@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import Activation, ModelConfig
+from .fields import COUNT, check, expect, integer, one_of, shown
 
 # Fields that keep their name and may be absent.
 _SAME = (
@@ -48,33 +49,64 @@ def from_config(hf_config: Mapping[str, Any], **overrides: Any) -> ModelConfig:
       **overrides: fields of `ModelConfig` that win, e.g. dtype or backend.
 
     Raises:
-      ValueError: a field is missing or has a value that the models do not have; names it.
+      ValueError: a field is missing or has a value that the models do not have; says which, by its
+        name in hf_config, and what it should be.
     """
-    text = {**hf_config.get("text_config", {})} or dict(hf_config)
+    text = _text_part(hf_config)
     for name in ("linear_attn_config", *_REQUIRED):
         if text.get(name) is None and not (name == "linear_attn_config" and "layer_types" in text):
-            raise ValueError(f"{name} is missing from the config; is this a Kimi model's?")
+            raise ValueError(
+                f"{name} is missing from the config: want all fields of Kimi-Linear's or Kimi-K3's"
+            )
     _refuse(text)
     fields: dict[str, Any] = {name: text[name] for name in _REQUIRED}
     fields |= {name: text[name] for name in _SAME if text.get(name) is not None}
+    names: dict[str, str] = {}
     for name, aliases in _ALIASES.items():
-        found = next((text[alias] for alias in aliases if text.get(alias) is not None), None)
+        found = next((alias for alias in aliases if text.get(alias) is not None), None)
         if found is not None:
-            fields[name] = found
-    fields |= _linear_fields(text)
-    act = fields.pop("hidden_act", text.get("hidden_act", "silu"))
-    fields["activation"] = Activation(
-        act,
-        float(text.get("activation_situ_beta") or 4.0),
-        float(text.get("activation_situ_linear_beta") or 25.0),
-    )
+            fields[name], names[name] = text[found], found
+    expect("num_hidden_layers", text["num_hidden_layers"], COUNT)
+    fields |= _linear_fields(text, names)
+    fields |= _layer_kinds(text)
+    for name, key, default in (
+        ("name", "hidden_act", "silu"),
+        ("beta", "activation_situ_beta", 4.0),
+        ("linear_beta", "activation_situ_linear_beta", 25.0),
+    ):
+        fields[f"activation.{name}"] = _value(text, key, default)
+        names[f"activation.{name}"] = key
     eos = text.get("eos_token_id", hf_config.get("eos_token_id"))
     fields["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    is_k3 = "text_config" in hf_config or fields.get("attn_res_block_size") is not None
+    is_k3 = text is not hf_config or fields.get("attn_res_block_size") is not None
     fields["model_type"] = "kimi_k3" if is_k3 else "kimi_linear"
     dtype = text.get("dtype") or text.get("torch_dtype") or hf_config.get("dtype")
     fields["dtype"] = str(dtype or "bfloat16").removeprefix("torch.")
+    check({name: x for name, x in fields.items() if name not in overrides}, names)
+    parts = [fields.pop(f"activation.{name}") for name in ("name", "beta", "linear_beta")]
+    fields["activation"] = Activation(parts[0], *map(float, parts[1:]))
     return ModelConfig(**{**fields, **overrides})
+
+
+def _text_part(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the text model, of a model that is built here."""
+    text = hf_config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise ValueError(f"text_config is {shown(text)}, want an object with the model's fields")
+    text = text or hf_config
+    for each in (hf_config, text):
+        # The wrapper's name differs between releases; whether the model is one of those built here
+        # is decided by its fields. This is to name another model by its name.
+        kind = each.get("model_type", "kimi")
+        if not isinstance(kind, str) or not kind.startswith("kimi"):
+            raise ValueError(f"model_type is {shown(kind)}, want kimi_linear or kimi_k3")
+    return text
+
+
+def _value(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    """null is as good as absent."""
+    value = fields.get(name)
+    return default if value is None else value
 
 
 _REQUIRED = (
@@ -90,53 +122,87 @@ _REQUIRED = (
 )
 
 
-def _linear_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    """What linear_attn_config and the rules for the kinds of layers say."""
-    linear = dict(text.get("linear_attn_config") or {})
-    layers = text["num_hidden_layers"]
-    if "full_attn_layers" in linear:
-        full = sorted(i - 1 for i in linear["full_attn_layers"])
-        kda = sorted(i - 1 for i in linear.get("kda_layers", ()))
-        if kda and sorted(full + kda) != list(range(layers)):
+def _linear_fields(text: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """What linear_attn_config says, or transformers' fields; names gets where each was found."""
+    linear = _value(text, "linear_attn_config", {})
+    if not isinstance(linear, Mapping):
+        raise ValueError(f"linear_attn_config is {shown(linear)}, want an object with its fields")
+    found = {}
+    for name, key, theirs, default in (
+        ("linear_num_heads", "num_heads", "linear_num_heads", 32),
+        ("linear_head_dim", "head_dim", "linear_head_dim", 128),
+        ("short_conv_kernel_size", "short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+        ("gate_lower_bound", "gate_lower_bound", "", None),
+        ("use_full_rank_gate", "use_full_rank_gate", "", False),
+    ):
+        inside = linear.get(key) is not None or not theirs
+        found[name] = _value(linear, key, default) if inside else _value(text, theirs, default)
+        names[name] = f"linear_attn_config.{key}" if inside else theirs
+    return found
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have full attention and which have experts, counted from 0."""
+    count, linear = text["num_hidden_layers"], _value(text, "linear_attn_config", {})
+    if linear.get("full_attn_layers") is not None:
+        full, kda = (
+            _from_one(f"linear_attn_config.{name}", _value(linear, name, []), count)
+            for name in ("full_attn_layers", "kda_layers")
+        )
+        if kda and (len(full + kda) != count or len({*full, *kda}) != count):
             raise ValueError(
                 f"linear_attn_config: kda_layers and full_attn_layers name {len(full + kda)}"
-                f" layers, want each of 1..{layers} once (num_hidden_layers)"
+                f" layers, want each of 1..{count} once (num_hidden_layers)"
             )
-    elif "layer_types" in text:
-        full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    elif text.get("layer_types") is not None:
+        full = _of_kind("layer_types", text, "full_attention", "linear_attention")
     else:
-        raise ValueError("linear_attn_config.full_attn_layers is missing from the config")
+        raise ValueError(
+            "linear_attn_config.full_attn_layers is missing from the config: want a list of the"
+            " layers, from 1, that have full attention"
+        )
     if text.get("mlp_layer_types") is not None:
-        moe = [i for i, kind in enumerate(text["mlp_layer_types"]) if kind == "sparse"]
+        moe = _of_kind("mlp_layer_types", text, "sparse", "dense")
     else:
-        first = text.get("first_k_dense_replace", 1)
-        every = text.get("moe_layer_freq", 1)
+        first, every = _value(text, "first_k_dense_replace", 1), _value(text, "moe_layer_freq", 1)
+        expect("first_k_dense_replace", first, integer(0))
+        expect("moe_layer_freq", every, COUNT)
         has_experts = any(text.get(name) for name in _ALIASES["num_experts"])
-        moe = [i for i in range(layers) if i >= first and i % every == 0 and has_experts]
-    return {
-        "full_attn_layers": tuple(full),
-        "moe_layers": tuple(moe),
-        "linear_num_heads": linear.get("num_heads", text.get("linear_num_heads", 32)),
-        "linear_head_dim": linear.get("head_dim", text.get("linear_head_dim", 128)),
-        "short_conv_kernel_size": linear.get(
-            "short_conv_kernel_size", text.get("linear_conv_kernel_dim", 4)
-        ),
-        "gate_lower_bound": linear.get("gate_lower_bound"),
-        "use_full_rank_gate": bool(linear.get("use_full_rank_gate", False)),
-    }
+        moe = [i for i in range(first, count) if i % every == 0 and has_experts]
+    return {"full_attn_layers": tuple(full), "moe_layers": tuple(moe)}
+
+
+def _from_one(name: str, layers: Any, count: int) -> list[int]:
+    """The layers of a list that counts from 1, counted from 0."""
+    want = f"layers from 1 to {count} (num_hidden_layers)"
+    if not isinstance(layers, list | tuple):
+        raise ValueError(f"{name} is {shown(layers)}, want a list of {want}")
+    for layer in layers:
+        if not COUNT.accepts(layer) or layer > count:
+            raise ValueError(f"{name} holds {shown(layer)}, want {want}")
+    return sorted(layer - 1 for layer in layers)
+
+
+def _of_kind(name: str, text: Mapping[str, Any], this: str, other: str) -> list[int]:
+    """The layers, from 0, that a list with one name for each layer says are `this`."""
+    kinds, count = text[name], text["num_hidden_layers"]
+    if not isinstance(kinds, list | tuple) or len(kinds) != count:
+        have = f"has {len(kinds)}" if isinstance(kinds, list | tuple) else f"is {shown(kinds)}"
+        raise ValueError(f"{name} {have}, want {count} names (num_hidden_layers)")
+    for kind in kinds:
+        expect(name, kind, one_of(this, other))
+    return [i for i, kind in enumerate(kinds) if kind == this]
 
 
 def _refuse(text: Mapping[str, Any]) -> None:
     """Values with which a model would be another one than those built here."""
-    if text.get("mla_use_nope") is False:
-        raise ValueError("mla_use_nope is False: MLA with rotary positions is not built here")
-    if text.get("attention_bias"):
-        raise ValueError("attention_bias is True: no projection has a bias here")
-    if text.get("num_nextn_predict_layers"):
-        raise ValueError(
-            f"num_nextn_predict_layers is {text['num_nextn_predict_layers']}: multi-token"
-            " prediction layers are not built here"
-        )
+    for name, want, why in (
+        ("mla_use_nope", True, "MLA with rotary positions is not built here"),
+        ("attention_bias", False, "no projection has a bias here"),
+        ("num_nextn_predict_layers", 0, "multi-token prediction layers are not built here"),
+    ):
+        if _value(text, name, want) != want:
+            raise ValueError(f"{name} is {shown(text[name])}, want {want}: {why}")
     if (
         text.get("num_experts") is None
         and text.get("num_local_experts") is None

@@ -25,7 +25,12 @@ class FromFile:
     def __init__(self, file: Path):
         from tokenizers import Tokenizer
 
-        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(
+                f"{file}: not a tokenizer or a damaged one ({error}): download it again"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the file asks for."""

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from .config import ModelConfig
 from .decoder import LanguageModel
-from .hf_config import from_config, to_config
+from .folder import INDEX, open_tensors, read_config
+from .hf_config import to_config
 from .kimi_k3 import KimiK3
 from .kimi_linear import KimiLinear
 from .names import (
@@ -38,7 +38,6 @@ from .names import (
 from .sharding import parameter_spec
 from .views import Index, View, bounded, part, without_axis
 
-_INDEX = "model.safetensors.index.json"
 _AT_MOST = 20  # names of one kind in a message
 
 
@@ -74,20 +73,19 @@ def from_pretrained(
       `KimiLinear` or `KimiK3`.
 
     Raises:
-      FileNotFoundError: there is no config.json or no safetensors file.
-      WeightsError: tensors are missing, unexpected or misshapen; all of them at once, by name.
-      ValueError: the config is not one of a model built here.
+      FileNotFoundError: there is no such folder, no config.json or no safetensors file.
+      WeightsError: tensors are missing, unexpected or misshapen; all of them at once, by name. Or
+        a file is damaged.
+      ValueError: config.json is damaged, or not the config of a model built here.
     """
     folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"path is {str(folder)!r}: there is no config.json in it")
-    config = from_config(json.loads((folder / "config.json").read_text()), **overrides)
-    tensors, skipped = canonical(_open(folder))
+    config = read_config(folder, overrides)
+    tensors, skipped = canonical(open_tensors(folder))
     if skipped and not quiet:
         print(f"left out {skipped} vision tensors of {folder.name}")
     abstract = abstract_model(config)
     sources = {name: source(name, leaf.shape) for name, leaf in parameters(abstract).items()}
-    _verify(sources, tensors, config)
+    _verify(sources, tensors, config, folder)
 
     def load(key: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_name(key)
@@ -154,9 +152,9 @@ def save_pretrained(
     if len(files) > 1:
         total = sum(leaf.nbytes for leaf in leaves.values())
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
     else:
-        (folder / _INDEX).unlink(missing_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
     # What an earlier save left would be read instead of this one, or beside it.
     for stale in set(folder.glob("model*.safetensors")) - set(files):
         stale.unlink()
@@ -177,35 +175,9 @@ def _published(config: ModelConfig, name: str, leaf: jax.Array) -> Iterator[tupl
         yield prefix + published, np.ascontiguousarray(array)
 
 
-def _open(folder: Path) -> dict[str, View]:
-    """Views of all tensors of a folder's safetensors files."""
-    if (folder / _INDEX).is_file():
-        names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-        files = sorted({folder / name for name in names})
-    elif (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"path is {str(folder)!r}: there is no safetensors file in it")
-    views = {}
-    for file in files:
-        handle = safe_open(file, framework="numpy")
-        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-            if name in views:
-                raise WeightsError(f"{name} is given twice, in {file.name} and in a file before it")
-            views[name] = _slice_view(handle.get_slice(name))
-    return views
-
-
-def _slice_view(data: Any) -> View:
-    shape = tuple(data.get_shape())
-    if not shape:
-        return View((), lambda index: np.asarray(data[...]))
-    return View(shape, lambda index: np.asarray(data[index]))
-
-
-def _verify(sources: dict[str, Source], tensors: dict[str, View], config: ModelConfig) -> None:
+def _verify(
+    sources: dict[str, Source], tensors: dict[str, View], config: ModelConfig, folder: Path
+) -> None:
     wanted = {name for src in sources.values() for name in src.names}
     missing = sorted(wanted - tensors.keys())
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -228,7 +200,7 @@ def _verify(sources: dict[str, Source], tensors: dict[str, View], config: ModelC
             problems.append(f"{len(names)} {what}: " + ", ".join(names[:_AT_MOST]) + more)
     if problems:
         raise WeightsError(
-            "the files do not hold this model; check config.json and the download. "
+            f"the files in {folder} do not hold this model; check config.json and the download. "
             + "; ".join(problems)
         )
 

@@ -35,15 +35,6 @@ def _edited(case: Case, tokens: slice, value: Callable[[str, Any], Any]) -> Case
     return case
 
 
-def _pack(path: Path) -> Case:
-    return path.case(
-        "random",
-        [130, 0, 65, 1],
-        initial_state=[True, True, False, True],
-        checkpoint_offsets=[[64, 100], [], [17], [1]],
-    )
-
-
 def _is_nan(got: KDAResult, tokens: slice) -> None:
     if not np.isnan(got.out[:, tokens].astype(np.float32)).all():
         raise AssertionError("a NaN in the inputs does not show in the outputs of its sequence")
@@ -51,7 +42,7 @@ def _is_nan(got: KDAResult, tokens: slice) -> None:
 
 def again(path: Path) -> None:
     """The same call twice, and again after a call that leaves NaN in all memory."""
-    case = _pack(path)
+    case = path.pack()
     want = path.call(case)
     _same(path.call(case), want, "of a second call")
     poisoned = _edited(case, slice(0, 196), lambda name, x: np.nan)
@@ -64,7 +55,7 @@ def again(path: Path) -> None:
 
 def two_threads(path: Path) -> None:
     """Two threads that call at once, each with its own inputs."""
-    cases = [_pack(path), path.case("k3", [300, 33], checkpoint_offsets=[[128], []])]
+    cases = [path.pack(), path.case("k3", [300, 33], checkpoint_offsets=[[128], []])]
     want = [path.call(case) for case in cases]
 
     def work(which: int) -> None:
@@ -183,7 +174,7 @@ def the_future(path: Path) -> None:
 
 def padding(path: Path) -> None:
     """Padding has no effect, and its rows of the results are zeros."""
-    case = _pack(path)
+    case = path.pack()
     got = path.call(case)  # NaN
     clean = _edited(case, slice(196, None), lambda name, x: 0)
     assert clean.initial_state is not None

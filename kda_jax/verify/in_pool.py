@@ -7,20 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..testing import Case, relative_error
+from ..testing import relative_error
 from ..testing_pool import PoolCase, pool_case
 from .path import Path, same_bits
 
 _PLAIN = 1e-5  # XLA may compile a plain JAX backend otherwise where it gathers and scatters
-
-
-def _pack(path: Path) -> Case:
-    return path.case(
-        "random",
-        [130, 0, 65, 1],
-        initial_state=[True, True, False, True],
-        checkpoint_offsets=[[64, 100], [], [17], [1]],
-    )
 
 
 def _compare(path: Path, p: PoolCase) -> None:
@@ -48,8 +39,8 @@ def _near(got: Any, want: Any, what: str) -> None:
 
 def results(path: Path) -> None:
     """With all rows, and with sequences and checkpoints that have none."""
-    _compare(path, pool_case(_pack(path)))
-    _compare(path, pool_case(_pack(path), without=[0, 2], dropped=[1], seed=1))
+    _compare(path, pool_case(path.pack()))
+    _compare(path, pool_case(path.pack(), without=[0, 2], dropped=[1], seed=1))
 
 
 def second_pass(path: Path) -> None:

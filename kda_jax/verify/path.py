@@ -54,6 +54,15 @@ class Path:
         shape: dict[str, Any] = {"H": H, "K": K, "V": V, "capacity": room(), "dtype": self.dtype}
         return make_case(kind, seq_lens=seq_lens, **shape | options)
 
+    def pack(self) -> Case:
+        """What nearly every check of exactness starts from: one sequence is empty, one is new."""
+        return self.case(
+            "random",
+            [130, 0, 65, 1],
+            initial_state=[True, True, False, True],
+            checkpoint_offsets=[[64, 100], [], [17], [1]],
+        )
+
     def call(self, case: Case, **options: Any) -> KDAResult:
         """The operator on a case."""
         with jax.default_device(self.device):
@@ -89,22 +98,8 @@ class Path:
         self, case: Case, *, gate: Gate | None = None, groups: int | None = None
     ) -> str | None:
         """Why the backend does not claim a call, in its own words; None: it does."""
-        q, k, v, g, beta = case.args[:5]
-        spec = CallSpec(
-            platform=self.platform,
-            q_dtype=q.dtype.name,
-            k_dtype=k.dtype.name,
-            v_dtype=v.dtype.name,
-            g_dtype=g.dtype.name,
-            beta_dtype=beta.dtype.name,
-            H=q.shape[2],
-            K=q.shape[3],
-            V=v.shape[3],
-            gate=gate or ("softplus" if case.lower_bound is None else "bounded"),
-            chunk_size=case.metadata.chunk_size,
-            checkpoints=case.metadata.capacity.checkpoints > 0,
-            groups=groups,
-        )
+        gate = gate or ("softplus" if case.lower_bound is None else "bounded")
+        spec = CallSpec.of(self.platform, case.args[:5], case.metadata, gate, groups)
         with jax.default_device(self.device):
             return backends.get(self.backend).unsupported(spec)
 

@@ -6,23 +6,8 @@ import numpy as np
 import pytest
 
 from .. import Stats, run
-from .toolchain import ARCHITECTURES, compile_hip
-
-F, LANE = np.float32, np.arange(64)
-each_arch = pytest.mark.parametrize("arch", ARCHITECTURES)
-
-
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    raw = np.asarray(x, F).view(np.uint32)
-    return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(F)
-
-
-def rng() -> np.random.Generator:
-    return np.random.default_rng(0)
+from .numbers import LANE, F, from_bf16, rng, to_bf16
+from .toolchain import compile_hip, each_arch
 
 
 def feature(name: str, arch: str, args: list, grid: int = 1, **options) -> Stats:
