@@ -99,16 +99,16 @@ struct GpuDriver {
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
   template <int N>
-  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, bool beside) {
+  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
     return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
-                  p.N * p.H * (p.V / N), kHopperThreads, sizeof(HopperMemory<N>), stream,
-                  Problem(p), first, last, bool(beside));
+                  std::min(p.N * p.H * (p.V / N), int64_t(plan.multiprocessors)), kHopperThreads,
+                  sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
-  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, bool beside) {
-    return width == 16   ? hopper_walk<16>(p, stream, first, last, beside)
-           : width == 32 ? hopper_walk<32>(p, stream, first, last, beside)
-           : width == 64 ? hopper_walk<64>(p, stream, first, last, beside)
-                         : hopper_walk<128>(p, stream, first, last, beside);
+  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
+    return width == 16   ? hopper_walk<16>(p, stream, first, last, plan)
+           : width == 32 ? hopper_walk<32>(p, stream, first, last, plan)
+           : width == 64 ? hopper_walk<64>(p, stream, first, last, plan)
+                         : hopper_walk<128>(p, stream, first, last, plan);
   }
   template <int N>
   static hipError_t allow_hopper() {
@@ -148,10 +148,10 @@ struct GpuDriver {
       const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
       if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
       double least = 1e30;
-      for (int n = 16, i = 0; n <= 128; n *= 2, ++i) {
+      for (int n = 16; n <= 128; n *= 2) {
         const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
         if (p.V % n != 0 || others <= 0) continue;
-        const double walk = kStepTime[i] * double(p.NC), beside = walk / kRoundTime * double(others);
+        const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
         const int64_t rounds = int64_t(std::max(0.0, double(tasks) - beside)) / round;
         for (int64_t r = std::max(rounds, int64_t(1)); r <= rounds + 1; ++r) {
           const double rest = kRoundTime * double(std::max(tasks - r * round, int64_t(0))) / double(others);
@@ -164,14 +164,14 @@ struct GpuDriver {
     }
     return best;
   }
-  // us on an H200: three tasks of the prologue on one multiprocessor, a chunk of a walk with 16, 32, 64, 128 rows of V.
-  static constexpr double kRoundTime = 17.4, kStepTime[] = {0.9, 1.13, 1.75, 2.4};
+  // us on an H200: three tasks of the prologue on one multiprocessor.
+  static constexpr double kRoundTime = 17.4;
 
   static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
     if constexpr (kHopper && kStages) {
       KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
       KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
-      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), true));
+      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, device.multiprocessors}));
     }
     return "";
   }
@@ -198,7 +198,9 @@ struct GpuDriver {
   }
 
   // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
-  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them.
+  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them. Of several
+  // sequences one may be much longer than the others, which only the device knows: it also has narrow blocks to choose.
+  static constexpr int kNarrow = 32;
   static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
@@ -207,7 +209,14 @@ struct GpuDriver {
         int width = 16;
         for (int n = 32; n <= 128; n *= 2)
           if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
-        return hopper_walk(width, p, stream, first, last, false);
+        HopperPlan plan{false, 0, device.multiprocessors};
+        if (p.N > 1 && p.N <= kOrdered && width > kNarrow) {
+          plan.other = width;
+          if (hipError_t error = hopper_walk(kNarrow, p, stream, first, last, plan); error != hipSuccess)
+            return error;
+          plan.other = kNarrow;
+        }
+        return hopper_walk(width, p, stream, first, last, plan);
       }
     }
     if constexpr (kSplits) {

@@ -1,6 +1,7 @@
 // What the walk on Hopper (hopper_walk.h) has in shared memory.
 #pragma once
 
+#include "hopper_units.h"
 #include "kernels.h"
 #include "nvidia_async.h"
 #include "wgmma.h"
@@ -26,6 +27,7 @@ struct HopperStage {
   int32_t beyond[kBeyondBytes / 4];
   alignas(128) uint16_t values[C * N];
   alignas(16) ChunkRow row;
+  int head, first_value;  // of the unit
   static constexpr int kBytes = int(Layout::kBytes) + int(sizeof(ChunkRow));  // without the values
 
   KDA_FN void clear() {
@@ -97,6 +99,7 @@ struct HopperWalkMemory {
   RightMatrices<C, N> residual, delta;
   Barrier full[Stages], values_full[Stages], empty[Stages];
   Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
+  uint8_t order[kOrdered];
 };
 
 }  // namespace KDA_ISA

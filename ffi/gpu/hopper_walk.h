@@ -5,11 +5,12 @@
 //
 // One warpgroup carries the state through these, another brings the operands and makes the outputs.
 // What one product leaves in registers goes to shared memory, in 16 bits, as right operand of the next.
-// `beside`: the prologue still runs, and says which chunks are there (nvidia_prologue.h).
+// A block takes several units (hopper_units.h); chunks are numbered through all of them.
 #pragma once
 
 #include "hopper_lanes.h"
 #include "hopper_memory.h"
+#include "hopper_units.h"
 #include "kernels.h"
 
 namespace kda {
@@ -34,7 +35,7 @@ KDA_FN int wait_until_there(const uint8_t* flags, int n, int there, int count) {
 
 template <class Tiles, class Policy, int K, int C, int N, int Stages>
 __global__ void __launch_bounds__(kHopperThreads, 1)
-    hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, bool beside) {
+    hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, HopperPlan plan) {
 #if defined(KDA_HAS_WGMMA)
   using S = Schedule<Tiles, Policy, K, C>;
   using W = typename S::W;
@@ -49,12 +50,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& m = *reinterpret_cast<HopperWalkMemory<Tiles, K, C, N, Stages>*>(memory);
   const S s{p, slab_first, slab_last};
-  const int parts = p.V / N, first_value = int(blockIdx.x % parts) * N;
-  const int64_t row = blockIdx.x / parts, seq = row / p.H;
-  const int head = int(row % p.H);
-  const typename S::Range range = s.range_in_slab(seq);
-  const int first = int(range.first), count = int(range.last - range.first);
-  if (count <= 0) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Stages; ++i) m.full[i].init(1), m.values_full[i].init(128), m.empty[i].init(256);
     m.state_ready.init(128), m.state_read.init(128), m.residual_done.init(128);
@@ -64,40 +59,52 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
   wgmma::publish();
   let_next_start();
-  if (!beside) wait_for_previous();
+  const bool ordered = p.N > 1 && p.N <= kOrdered;
+  if (ordered) order_sequences(s, m.order);
+  if (!plan.beside) wait_for_previous();
   __syncthreads();
+  if (plan.other && !is_chosen(s, plan, N, s.seq_row(m.order[0]).num_chunks)) return;
+  const HopperUnits<S, N> units{s, ordered ? m.order : nullptr};
 
   const int wave = wave_index<Tiles>(), warp = wave % 4, g = Lanes::group();
   auto warpgroup_barrier = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };  // of the state's
 
   if (wave >= 4) {  // ---- operands and outputs ----
     const int thread = int(threadIdx.x) - 128;
-    int there = beside ? 0 : count;  // chunks whose operands are
-    auto fetch = [&](int n, const ChunkRow& chunk) {
-      auto& stage = m.stage[n % Stages];
-      stage.fetch_values(p, chunk, head, first_value, thread);
-      if (warp == 0 && there <= n) there = wait_until_there(s.is_there(first, head), n, there, count);
-      if (thread == 0) stage.fetch(s, first + n, head, m.full[n % Stages]);
+    HopperUnit unit;  // whose chunk `ahead` is the next to be brought
+    int index = 0, ahead = 0, fetched = 0, there = 0;
+    bool more = units.find(index, unit);
+    auto fetch = [&](const ChunkRow& chunk) {
+      const int n = fetched % Stages;
+      auto& stage = m.stage[n];
+      stage.fetch_values(p, chunk, unit.head, unit.first_value, thread);
+      if (plan.beside && warp == 0 && there <= ahead)
+        there = wait_until_there(s.is_there(unit.first, unit.head), ahead, there, unit.count);
+      if (thread == 0) {
+        stage.head = unit.head, stage.first_value = unit.first_value;
+        stage.fetch(s, unit.first + ahead, unit.head, m.full[n]);
+      }
+      CopyByAll::commit();
+      ++fetched;
+      if (++ahead < unit.count) return;
+      ahead = 0, more = units.find(++index, unit);
     };
     // A group of copies of v for each chunk; `left` groups may follow that of chunk n.
     auto values_are_here = [&](int n, auto left) {
-      if (n + decltype(left)::value < count) {
+      if (n + decltype(left)::value < fetched) {
         CopyByAll::wait<decltype(left)::value>();
       } else {
         CopyByAll::wait<0>();
       }
       m.values_full[n % Stages].arrive();
     };
-    for (int n = 0; n < Stages && n < count; ++n) {
-      fetch(n, s.chunk_row(first + n));
-      CopyByAll::commit();
-    }
-    values_are_here(0, std::integral_constant<int, Stages - 1>{});
+    while (more && fetched < Stages) fetch(s.chunk_row(unit.first + ahead));
+    if (fetched > 0) values_are_here(0, std::integral_constant<int, Stages - 1>{});
     float o[R];
-    for (int n = 0; n < count; ++n) {
+    for (int n = 0; n < fetched; ++n) {
       const auto& stage = m.stage[n % Stages];
       ChunkRow next = {};
-      if (n + Stages < count) next = s.chunk_row(first + n + Stages);
+      if (more) next = s.chunk_row(unit.first + ahead);
       m.full[n % Stages].wait(n / Stages & 1);
       m.state_ready.wait(n & 1);
       m.residual_done.wait(n & 1);  // the state's product goes first: it is waited for
@@ -108,8 +115,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       wgmma::commit();
       wgmma::wait<0>(o);
       m.state_read.arrive();
-      if (n + 1 < count) values_are_here(n + 1, std::integral_constant<int, Stages - 2>{});
+      if (n + 1 < fetched) values_are_here(n + 1, std::integral_constant<int, Stages - 2>{});
       const ChunkRow chunk = stage.row;
+      const int head = stage.head, first_value = stage.first_value;
       m.delta_ready.wait(n & 1);
       wgmma::fence();
       KDA_UNROLL
@@ -134,10 +142,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
           store_words(to + Lanes::value(b), packed);
         }
       }
-      if (n + Stages < count) {
+      if (more) {
         m.empty[n % Stages].wait(n / Stages & 1);
-        fetch(n + Stages, next);
-        CopyByAll::commit();
+        fetch(next);
       }
     }
     return;
@@ -150,7 +157,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   auto tile = [&](int i) { return M == 2 ? 2 * warp + i : warp; };
   auto half = [&](int a, int i) { return M == 2 ? a : i; };
   auto place = [&](int a, int i) { return tile(i) * kTile + 8 * half(a, i) + g; };
-  const StateAccess<K, N> access{W::strides(p), first_value, warp};
   auto publish_state = [&] {
     KDA_UNROLL
     for (int a = 0; a < M; ++a)
@@ -161,8 +167,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     m.state_ready.arrive();
     warpgroup_barrier();
   };
-  access.load(state, s.entry(seq, head, range.from_start));
-  publish_state();
 
   // x starts as v.
   auto load_values = [&](int n) {
@@ -183,8 +187,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   };
   // Packs x as right operand; the first token of each slice of V that fp16 does not hold, when there is one.
   int32_t beyond[Lanes::kBlocks];
-  KDA_UNROLL
-  for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
   auto publish_narrow = [&](RightMatrices<C, N>& to, const ChunkRow& chunk) {
     uint32_t most = 0;
     to.store(2 * warp, 2 * warp + 1, [&](int r) {
@@ -205,77 +207,86 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
   };
 
-  load_values(0);
-  for (int n = 0; n < count; ++n) {
-    const auto& stage = m.stage[n % Stages];
-    const ChunkRow chunk = stage.row;
-    wgmma::fence();
+  HopperUnit unit;
+  for (int index = 0, n = 0, end; units.find(index, unit); ++index) {
+    const StateAccess<K, N> access{W::strides(p), unit.first_value, warp};
+    access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
+    if (n > 0) m.state_read.wait((n - 1) & 1);
+    publish_state();
     KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      wgmma::product<Decay>(x, stage.left(Layout::kd(0, t)), m.state.right(t), true);
-    wgmma::commit();
-    KDA_UNROLL
-    for (int a = 0; a < M; ++a) {
-      const float decay[2] = {stage.decay[place(a, 0)], stage.decay[place(a, 1)]};
+    for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
+    load_values(n);
+    for (end = n + unit.count; n < end; ++n) {
+      const auto& stage = m.stage[n % Stages];
+      const ChunkRow chunk = stage.row;
+      wgmma::fence();
       KDA_UNROLL
-      for (int r = 0; r < R; ++r) state[a][r] *= decay[r >> 1 & 1];
-    }
-    const int32_t from_prologue = stage.beyond[warp];
-    wgmma::wait<0>(x);
-    m.residual_done.arrive();
-    publish_narrow(m.residual, chunk);
-    warpgroup_barrier();
-    wgmma::fence();
-    KDA_UNROLL
-    for (int j = 0; j < NT; ++j)
-      wgmma::product<Bounded>(x, stage.triangle(1, j), m.residual.right(j), j > 0);
-    wgmma::commit();
-    wgmma::wait<0>(x);
-    if (n > 0) m.delta_read.wait((n - 1) & 1);
-    publish_narrow(m.delta, chunk);
-    m.delta_ready.arrive();
-    warpgroup_barrier();
-    wgmma::fence();
-    KDA_UNROLL
-    for (int j = 0; j < NT; ++j)
+      for (int t = 0; t < KT; ++t)
+        wgmma::product<Decay>(x, stage.left(Layout::kd(0, t)), m.state.right(t), true);
+      wgmma::commit();
       KDA_UNROLL
-      for (int a = 0; a < M; ++a)
-        wgmma::product<Bounded>(state[a],
-                                stage.left(Layout::kg(0, j), M * 128).at(128 * a),
-                                m.delta.right(j), true);
-    wgmma::commit();
-    if (n + 1 < count) load_values(n + 1);
-    KDA_UNROLL
-    for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
-    KDA_UNROLL
-    for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
-    m.empty[n % Stages].arrive();
-    if (float* to = s.checkpoint_state(chunk.checkpoint, head)) access.store(state, to, ~0u);
-    if (n + 1 < count) {
-      m.state_read.wait(n & 1);
-      publish_state();
+      for (int a = 0; a < M; ++a) {
+        const float decay[2] = {stage.decay[place(a, 0)], stage.decay[place(a, 1)]};
+        KDA_UNROLL
+        for (int r = 0; r < R; ++r) state[a][r] *= decay[r >> 1 & 1];
+      }
+      const int32_t from_prologue = stage.beyond[warp];
+      wgmma::wait<0>(x);
+      m.residual_done.arrive();
+      publish_narrow(m.residual, chunk);
+      warpgroup_barrier();
+      wgmma::fence();
+      KDA_UNROLL
+      for (int j = 0; j < NT; ++j)
+        wgmma::product<Bounded>(x, stage.triangle(1, j), m.residual.right(j), j > 0);
+      wgmma::commit();
+      wgmma::wait<0>(x);
+      if (n > 0) m.delta_read.wait((n - 1) & 1);
+      publish_narrow(m.delta, chunk);
+      m.delta_ready.arrive();
+      warpgroup_barrier();
+      wgmma::fence();
+      KDA_UNROLL
+      for (int j = 0; j < NT; ++j)
+        KDA_UNROLL
+        for (int a = 0; a < M; ++a)
+          wgmma::product<Bounded>(state[a],
+                                  stage.left(Layout::kg(0, j), M * 128).at(128 * a),
+                                  m.delta.right(j), true);
+      wgmma::commit();
+      if (n + 1 < end) load_values(n + 1);
+      KDA_UNROLL
+      for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
+      KDA_UNROLL
+      for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
+      m.empty[n % Stages].arrive();
+      if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
+      if (n + 1 < end) {
+        m.state_read.wait(n & 1);
+        publish_state();
+      }
     }
+    if (plan.beside) wait_for_previous();  // the status is cleared before, and who waits for this launch waits for that one
+    // In a pool a slice goes on to where it is written or not as a whole, and its warps have met different tokens.
+    float* leaves = nullptr;
+    unsigned slices = 0;
+    for (int i = 0; i < N / kTile; ++i) {
+      int any = 0;
+      if (p.in_pool) {
+        KDA_UNROLL
+        for (int b = 0; b < Lanes::kBlocks; ++b)
+          any |= Lanes::value(b) / kTile == i && beyond[b] != kNone;
+        asm volatile("{.reg .pred mine, all;\n\tsetp.ne.b32 mine, %0, 0;\n\t"
+                     "barrier.red.or.pred all, 1, 128, mine;\n\tselp.b32 %0, 1, 0, all;}"
+                     : "+r"(any)::"memory");
+      }
+      if (float* to = s.exit(unit.seq, unit.head, unit.first_value / kTile + i, any)) leaves = to, slices |= 1u << i;
+    }
+    if (leaves) access.store(state, leaves, slices);
+    KDA_UNROLL
+    for (int b = 0; b < Lanes::kBlocks; ++b)
+      s.report(beyond[b], unit.seq, unit.head, (unit.first_value + Lanes::value(b)) / kTile);
   }
-  if (beside) wait_for_previous();  // the status is cleared before, and who waits for this launch waits for that one
-  // In a pool a slice goes on to where it is written or not as a whole, and its warps have met different tokens.
-  float* leaves = nullptr;
-  unsigned slices = 0;
-  for (int i = 0; i < N / kTile; ++i) {
-    int any = 0;
-    if (p.in_pool) {
-      KDA_UNROLL
-      for (int b = 0; b < Lanes::kBlocks; ++b)
-        any |= Lanes::value(b) / kTile == i && beyond[b] != kNone;
-      asm volatile("{.reg .pred mine, all;\n\tsetp.ne.b32 mine, %0, 0;\n\t"
-                   "barrier.red.or.pred all, 1, 128, mine;\n\tselp.b32 %0, 1, 0, all;}"
-                   : "+r"(any)::"memory");
-    }
-    if (float* to = s.exit(seq, head, first_value / kTile + i, any)) leaves = to, slices |= 1u << i;
-  }
-  if (leaves) access.store(state, leaves, slices);
-  KDA_UNROLL
-  for (int b = 0; b < Lanes::kBlocks; ++b)
-    s.report(beyond[b], seq, head, (first_value + Lanes::value(b)) / kTile);
 #endif
 }
 
