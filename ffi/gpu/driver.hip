@@ -100,9 +100,10 @@ struct GpuDriver {
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
   template <int N>
   static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
+    const int64_t units = p.N * p.H * (p.V / N);
     return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
-                  std::min(p.N * p.H * (p.V / N), int64_t(plan.multiprocessors)), kHopperThreads,
-                  sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
+                  HopperUnits<S, N>::kTurns ? std::min(units, int64_t(plan.multiprocessors)) : units,
+                  kHopperThreads, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
   static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
     return width == 16   ? hopper_walk<16>(p, stream, first, last, plan)
