@@ -98,11 +98,12 @@ struct GpuDriver {
   static constexpr int hopper_stages(int n) { return n < 64 ? 3 : 2; }
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
-  template <int N>
+  template <int N, bool Packs>
+  static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N), Packs>;
+  template <int N, bool Packs = false>
   static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
-    const int64_t units = p.N * p.H * (p.V / N);
-    return launch(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
-                  HopperUnits<S, N>::kTurns ? std::min(units, int64_t(plan.multiprocessors)) : units,
+    const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;
+    return launch(kHopperWalk<N, Packs>, HopperUnits<S, N, Packs>::kTurns ? std::min(units, sms) : units,
                   kHopperThreads, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
   static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
@@ -111,10 +112,9 @@ struct GpuDriver {
            : width == 64 ? hopper_walk<64>(p, stream, first, last, plan)
                          : hopper_walk<128>(p, stream, first, last, plan);
   }
-  template <int N>
+  template <int N, bool Packs = false>
   static hipError_t allow_hopper() {
-    return allow(hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>,
-                 sizeof(HopperMemory<N>));
+    return allow(kHopperWalk<N, Packs>, sizeof(HopperMemory<N>));
   }
 
   using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
@@ -193,6 +193,8 @@ struct GpuDriver {
         KDA_TRY(allow_hopper<32>());
         KDA_TRY(allow_hopper<64>());
         KDA_TRY(allow_hopper<128>());
+        KDA_TRY((allow_hopper<kNarrow, true>()));
+        KDA_TRY((allow_hopper<kWide, true>()));
       }
     }
     return "";
@@ -201,23 +203,22 @@ struct GpuDriver {
   // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
   // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them. Of several
   // sequences one may be much longer than the others, which only the device knows: it also has narrow blocks to choose.
-  static constexpr int kNarrow = 32;
+  static constexpr int kNarrow = 32, kWide = 128;
   static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
     if constexpr (kHopper) {
       if (device.wgmma) {
         int width = 16;
-        for (int n = 32; n <= 128; n *= 2)
+        for (int n = 32; n <= kWide; n *= 2)
           if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
         HopperPlan plan{false, 0, device.multiprocessors};
-        if (p.N > 1 && p.N <= kOrdered && width > kNarrow) {
-          plan.other = width;
-          if (hipError_t error = hopper_walk(kNarrow, p, stream, first, last, plan); error != hipSuccess)
-            return error;
-          plan.other = kNarrow;
-        }
-        return hopper_walk(width, p, stream, first, last, plan);
+        if (p.N == 1 || p.N > kOrdered || width < kWide) return hopper_walk(width, p, stream, first, last, plan);
+        plan.other = kWide;
+        if (hipError_t error = hopper_walk<kNarrow, true>(p, stream, first, last, plan); error != hipSuccess)
+          return error;
+        plan.other = kNarrow;
+        return hopper_walk<kWide, true>(p, stream, first, last, plan);
       }
     }
     if constexpr (kSplits) {

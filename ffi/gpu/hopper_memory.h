@@ -97,11 +97,8 @@ struct HopperWalkMemory {
   HopperStage<Tiles, K, C, N> stage[Stages];
   RightMatrices<K, N> state;
   RightMatrices<C, N> residual, delta;
-  // The same place has a unit's state as rows of V, on its way to or from memory.
-  KDA_FN float* rows() { return reinterpret_cast<float*>(&state); }
-  static_assert(sizeof(RightMatrices<K, N>) + 2 * sizeof(RightMatrices<C, N>) >= N * K * sizeof(float), "");
   Barrier full[Stages], values_full[Stages], empty[Stages];
-  Barrier state_ready, state_read, residual_done, delta_ready, delta_read, rows_full;
+  Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
   uint8_t order[kOrdered];
 };
 

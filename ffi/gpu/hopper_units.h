@@ -29,39 +29,46 @@ struct HopperUnit {
 // waits for each wgmma before it starts the next one (its notes C7518 and C7520, and twice the time).
 KDA_FN int same_in_warp(int x) { return __reduce_max_sync(~0u, x); }
 
-// The units, those of long sequences first. With all rows of V in a block it takes several of them in turn: one for each
-// block, then one for each in the opposite order, and so on, so that all have about as many chunks. With fewer rows there
-// are few units, and a block has one: each step of a walk over several costs more, since less is known of it.
-template <class S, int N>
+// The units. Of packs those of long sequences come first, and with all rows of V in a block it takes several of them in
+// turn: one for each block, then one for each in the opposite order, and so on, so that all have about as many chunks.
+// Else a block has one, of which ptxas knows more: each step costs less.
+template <class S, int N, bool Packs>
 struct HopperUnits {
-  static constexpr bool kTurns = N == 128;
+  static constexpr bool kTurns = Packs && N == 128;
   const S& s;
-  const uint8_t* order;  // [N] in shared memory, or null
+  const uint8_t* order;  // [N] in shared memory, for packs
 
   // The block's unit `i` or the next one with chunks, and `i` is set to it; false: none is left.
   KDA_FN bool find(int& i, HopperUnit& u) const {
+    if constexpr (!Packs) return i == 0 && set(u, blockIdx.x);
     const bool found = (kTurns || i == 0) && look_for(i, u);
-    i = same_in_warp(i), u.seq = same_in_warp(int(u.seq)), u.head = same_in_warp(u.head), u.first_value = same_in_warp(u.first_value);
-    u.first = same_in_warp(u.first), u.count = same_in_warp(u.count), u.from_start = same_in_warp(u.from_start);
+    i = same_in_warp(i), u.seq = same_in_warp(int(u.seq)), u.head = same_in_warp(u.head);
+    u.first_value = same_in_warp(u.first_value), u.first = same_in_warp(u.first), u.count = same_in_warp(u.count);
+    u.from_start = same_in_warp(u.from_start);
     return same_in_warp(found);
   }
 
  private:
   KDA_FN bool look_for(int& i, HopperUnit& u) const {
     const Problem& p = s.p;
-    const int parts = p.V / N, of_sequence = p.H * parts, grid = int(gridDim.x), block = int(blockIdx.x);
+    const int64_t units = p.N * p.H * (p.V / N);
+    const int grid = int(gridDim.x), block = int(blockIdx.x);
     for (;; ++i) {
       const int64_t at = int64_t(i) * grid + (i & 1 ? grid - 1 - block : block);
-      if (int64_t(i) * grid >= p.N * of_sequence) return false;
-      if (kTurns && at >= p.N * of_sequence) continue;
-      const int in_sequence = int(at % of_sequence);
-      u.seq = at / of_sequence;
-      if (order) u.seq = order[u.seq];
-      u.head = in_sequence / parts, u.first_value = in_sequence % parts * N;
-      const typename S::Range range = s.range_in_slab(u.seq);
-      u.first = int(range.first), u.count = int(range.last - range.first), u.from_start = range.from_start;
-      if (u.count > 0 || !kTurns) return u.count > 0;
+      if (int64_t(i) * grid >= units) return false;
+      if (at < units && set(u, at)) return true;
+      if (!kTurns) return false;
     }
+  }
+  KDA_FN bool set(HopperUnit& u, int64_t at) const {
+    const Problem& p = s.p;
+    const int parts = p.V / N;
+    const int64_t row = at / parts;
+    u.seq = row / p.H, u.head = int(row % p.H), u.first_value = int(at % parts) * N;
+    if (Packs) u.seq = order[u.seq];
+    const typename S::Range range = s.range_in_slab(u.seq);
+    u.first = int(range.first), u.count = int(range.last - range.first), u.from_start = range.from_start;
+    return u.count > 0;
   }
 };
 

@@ -33,7 +33,7 @@ KDA_FN int wait_until_there(const uint8_t* flags, int n, int there, int count) {
   return there;
 }
 
-template <class Tiles, class Policy, int K, int C, int N, int Stages>
+template <class Tiles, class Policy, int K, int C, int N, int Stages, bool Packs>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, HopperPlan plan) {
 #if defined(KDA_HAS_WGMMA)
@@ -53,19 +53,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Stages; ++i) m.full[i].init(1), m.values_full[i].init(128), m.empty[i].init(256);
     m.state_ready.init(128), m.state_read.init(128), m.residual_done.init(128);
-    m.delta_ready.init(128), m.delta_read.init(128), m.rows_full.init(1);
+    m.delta_ready.init(128), m.delta_read.init(128);
     Barrier::fence_init();
   }
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
   wgmma::publish();
   let_next_start();
-  const bool ordered = p.N > 1 && p.N <= kOrdered;
-  if (ordered) order_sequences(s, m.order);
+  if (Packs) order_sequences(s, m.order);
   if (!plan.beside) wait_for_previous();
   __syncthreads();
-  if (plan.other && !is_chosen(s, plan, N, s.seq_row(m.order[0]).num_chunks)) return;
-  using Units = HopperUnits<S, N>;
-  const Units units{s, ordered ? m.order : nullptr};
+  if (Packs && plan.other && !is_chosen(s, plan, N, s.seq_row(m.order[0]).num_chunks)) return;
+  using Units = HopperUnits<S, N, Packs>;
+  const Units units{s, m.order};
 
   const int wave = wave_index<Tiles>(), warp = wave % 4, g = Lanes::group();
   auto warpgroup_barrier = [] { asm volatile("bar.sync 1, 128;" ::: "memory"); };  // of the state's
@@ -169,35 +168,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     warpgroup_barrier();
   };
 
-  // To and from memory by way of shared memory, when nobody reads what is there.
-  using Access = StateAccess<K, N>;
-  int loads = 0;
-  auto load_state = [&](const Access& access, const float* from) {
-    if (same_in_warp(!from || !access.in_one_piece())) return access.load(state, from);
-    if (threadIdx.x == 0) {
-      m.rows_full.expect(Access::kPieceBytes);
-      m.rows_full.copy(m.rows(), from + access.piece(), Access::kPieceBytes);
-    }
-    m.rows_full.wait(loads++ & 1);
-    access.get(state, m.rows());
-    warpgroup_barrier();
-  };
-  auto store_state = [&](const Access& access, float* to, unsigned slices, int n) {
-    if (!access.in_one_piece()) return access.store(state, to, slices);
-    m.state_read.wait(n & 1), m.delta_read.wait(n & 1);
-    access.put(state, m.rows());
-    wgmma::publish();
-    warpgroup_barrier();
-    if (threadIdx.x == 0) {
-      constexpr int kSlice = kTile * K;
-      for (int i = 0; i < N / kTile; ++i)
-        if (slices >> i & 1)
-          BulkStores::store(to + access.piece() + i * kSlice, m.rows() + i * kSlice, kSlice * int(sizeof(float)));
-      BulkStores::wait_for_reads();
-    }
-    warpgroup_barrier();
-  };
-
   // x starts as v.
   auto load_values = [&](int n) {
     m.full[n % Stages].wait(n / Stages & 1);
@@ -239,34 +209,33 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
 
   // The chunks of a unit from n on; returns the next one's number.
   auto walk_unit = [&](const HopperUnit& unit, int n) {
-    const Access access{W::strides(p), unit.first_value, warp};
-    if (n > 0) m.state_read.wait((n - 1) & 1), m.delta_read.wait((n - 1) & 1);
-    load_state(access, s.entry(unit.seq, unit.head, unit.from_start));
+    const StateAccess<K, N> access{W::strides(p), unit.first_value, warp};
+    access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
+    if (n > 0) m.state_read.wait((n - 1) & 1);
     publish_state();
     KDA_UNROLL
     for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
     load_values(n);
-    const int end = Units::kTurns ? n + unit.count : same_in_warp(unit.count);
+    const int end = n + unit.count;
     for (; n < end; ++n) {
-      if constexpr (Units::kTurns) n = same_in_warp(n);
+      if constexpr (Packs) n = same_in_warp(n);
       const auto& stage = m.stage[n % Stages];
       const ChunkRow chunk = stage.row;
-      wgmma::settle(x);
       wgmma::fence();
       KDA_UNROLL
       for (int t = 0; t < KT; ++t)
         wgmma::product<Decay>(x, stage.left(Layout::kd(0, t)), m.state.right(t), true);
       wgmma::commit();
-      const int32_t from_prologue = stage.beyond[warp];
-      wgmma::wait<0>(x);
-      m.residual_done.arrive();
-      publish_narrow(m.residual, chunk);
       KDA_UNROLL
       for (int a = 0; a < M; ++a) {
         const float decay[2] = {stage.decay[place(a, 0)], stage.decay[place(a, 1)]};
         KDA_UNROLL
         for (int r = 0; r < R; ++r) state[a][r] *= decay[r >> 1 & 1];
       }
+      const int32_t from_prologue = stage.beyond[warp];
+      wgmma::wait<0>(x);
+      m.residual_done.arrive();
+      publish_narrow(m.residual, chunk);
       warpgroup_barrier();
       wgmma::fence();
       KDA_UNROLL
@@ -293,8 +262,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       KDA_UNROLL
       for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
       m.empty[n % Stages].arrive();
-      float* to = s.checkpoint_state(chunk.checkpoint, unit.head);
-      if (same_in_warp(to != nullptr)) store_state(access, to, ~0u, n);
+      if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
       if (n + 1 < end) {
         m.state_read.wait(n & 1);
         publish_state();
@@ -316,7 +284,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       }
       if (float* to = s.exit(unit.seq, unit.head, unit.first_value / kTile + i, any)) leaves = to, slices |= 1u << i;
     }
-    if (same_in_warp(leaves != nullptr)) store_state(access, leaves, slices, end - 1);
+    if (leaves) access.store(state, leaves, slices);
     KDA_UNROLL
     for (int b = 0; b < Lanes::kBlocks; ++b)
       s.report(beyond[b], unit.seq, unit.head, (unit.first_value + Lanes::value(b)) / kTile);
@@ -329,7 +297,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   } else {
     if (units.find(index, unit)) walk_unit(unit, n);
   }
-  if (threadIdx.x == 0) BulkStores::wait();
 #endif
 }
 

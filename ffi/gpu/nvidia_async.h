@@ -48,19 +48,6 @@ struct Barrier {  // in shared memory; sm_90
   }
 };
 
-// The other way, by one thread: behind a fence for what others stored there.
-struct BulkStores {
-  static KDA_FN void store(float* to, const float* from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
-  }
-  static KDA_FN void wait_for_reads() {  // then what was there may be overwritten
-    asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
-  }
-  static KDA_FN void wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-};
-
 // A chunk's operands in shared memory.
 template <class Tiles, int K, int C>
 struct WalkStage {

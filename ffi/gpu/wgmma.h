@@ -37,18 +37,12 @@ KDA_FN void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memo
 // What ordinary stores left in shared memory, for the products of whoever meets a barrier behind this.
 KDA_FN void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Where a value's registers must be before a fence: what is moved there behind it makes ptxas wait for each product
-// before it starts the next one (its note C7520).
-template <int R>
-KDA_FN void settle(float (&d)[R]) {
-  KDA_UNROLL
-  for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 // Waits until at most `Left` groups are on their way; what they write is named, that nothing reads it before.
 template <int Left, int R>
 KDA_FN void wait(float (&d)[R]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
-  settle(d);
+  KDA_UNROLL
+  for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #define KDA_F8(i) \
