@@ -252,6 +252,7 @@ def test_seeds_temperature_and_top_p() -> None:
     np.testing.assert_allclose(shares(draw(1, 0.8)), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(draw(1, 0.81)), [0.526, 0.316, 0.158, 0], atol=0.03)
     np.testing.assert_array_equal(draw(1, 0.1), 0)
+    np.testing.assert_array_equal(draw(1, 1e-50), 0)  # which is 0 in float32
     squares = np.array([0.25, 0.09, 0.0225, 0.0025])
     np.testing.assert_allclose(shares(draw(0.5, 1)), squares / squares.sum(), atol=0.03)
     np.testing.assert_array_equal(draw(1, 1), draw(1, 1))
