@@ -77,8 +77,10 @@ def run(model: LanguageModel, plan: Plan, done: set[tuple[int, int]]) -> Iterato
                 if (length, budget) in done:
                     continue
                 guess = 0.0
-                if last := took.get(budget):
-                    guess = last["seconds"] / last["prompts"] * (length / last["length"]) ** 1.5
+                if last := took.get(budget):  # attention makes it more than proportional
+                    kinds = [kind for each in last["times"].values() for kind in each.values()]
+                    one = sum(kind["median"] for kind in kinds)
+                    guess = one * (length / last["length"]) ** 1.5
                 if time.perf_counter() + guess > plan.end:
                     continue
                 took[budget] = row(
