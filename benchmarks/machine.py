@@ -44,7 +44,9 @@ def usable_cores() -> int:
 def command() -> str:
     """The command line that started this run, as one would type it at the repository's root."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {module.name}" if module else Path(sys.argv[0]).name
+    program = Path(sys.argv[0]).name
+    if module:
+        program = f"python -m {module.name.removesuffix('.__main__')}"
     return " ".join([program, *map(shlex.quote, sys.argv[1:])])
 
 

@@ -183,8 +183,9 @@ def page(results: dict[str, Any]) -> str:
     done = counts.get("whole", 0) + counts.get("streamed", 0)
     rss = [value / 2**20 for _, value in found["rss"]]
     hits, misses = server["kda_prefix_cache_hits_total"], server["kda_prefix_cache_misses_total"]
+    killed = f", killed {found['kills']} times" if found["kills"] else ""
     lines = [
-        "# A server under load",
+        f"# A server under load{killed}",
         "",
         f"{about['cpu']}, {about['cores']} cores; Python {about['python']}, jax"
         f" {about['versions']['jax']}; {about['date']}; `{about['command']}`",

@@ -1,6 +1,6 @@
 """The HTTP server on the symbolic device: in a thread of a test, or as a process of its own.
 
-python tests/http_server.py [--delay SECONDS] [--wrong-when-warm]     prints its URL
+python tests/http_server.py [--delay SECONDS] [--grace SECONDS] [--wrong-when-warm]: prints its URL
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ def serving(service: Service) -> Iterator[httpx.Client]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--grace", type=int, default=30)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--wrong-when-warm", action="store_true")
     args = parser.parse_args()
     SlowDevice.delay = args.delay
     shared = make_service(device=WrongWhenWarm if args.wrong_when_warm else SlowDevice)
     with shared.engine:
-        Server(shared, "127.0.0.1", args.port).run()
+        Server(shared, "127.0.0.1", args.port, grace=args.grace).run()

@@ -59,8 +59,9 @@ def test_decode(size: int) -> None:
     np.testing.assert_array_equal(nobody, 0)
 
 
+@pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("size", [7, 64, 600])
-def test_prefill_of_parts_that_share_their_first_pages(size: int) -> None:
+def test_prefill_of_parts_that_share_their_first_pages(size: int, differentiable: bool) -> None:
     """Two sequences with one prefix in the same pages; a third; padding behind."""
     lengths, starts = [150, 150, 20], [130, 90, 0]
     paged = Paged(lengths, size)
@@ -74,7 +75,7 @@ def test_prefill_of_parts_that_share_their_first_pages(size: int) -> None:
     start = np.array([*starts, 0], np.int32)
     got = prefill_attention(
         jnp.asarray(q), jnp.asarray(paged.pages), jnp.asarray(table), metadata,
-        jnp.asarray(start), SCALE, VALUE,
+        jnp.asarray(start), SCALE, VALUE, differentiable=differentiable,
     )  # fmt: skip
     first = 0
     for rows, begin, count in zip(paged.rows, starts, parts, strict=True):

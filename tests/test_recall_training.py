@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from programs import quick_jit
 
+from benchmarks.recall import __main__ as command
 from benchmarks.recall import data
 from benchmarks.recall.config import CONFIG
 from benchmarks.recall.trainer import Settings, Trainer, right_share
@@ -138,6 +140,29 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     for name in ("model", "average"):
         before, after = getattr(start, name), getattr(resumed, name)
         assert (before.lm_head.weight[...] != after.lm_head.weight[...]).any(), name
+
+
+def test_the_command_writes_the_model_and_what_it_took(tmp_path, monkeypatch):
+    """Unless it answers too little; a run that has ended is judged again, not trained on."""
+
+    def run(least: str) -> int:
+        where = ["--run", tmp_path / "run", "--output", tmp_path / "model", "--results", tmp_path]
+        more = ["--least", least, "--every", "2", "--batches", "1", "--steps", "3"]
+        monkeypatch.setattr("sys.argv", ["recall", *map(str, where), *more])
+        return command.main()
+
+    monkeypatch.setattr(command, "Settings", lambda **_: tiny())
+    assert run("0.5") == 1 and not (tmp_path / "model").exists()
+    assert run("0") == 0
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    results = json.loads((tmp_path / "recall_cpu.json").read_text())
+    assert (results["steps"], results["settings"]["seed"]) == (3, 0)
+    assert set(results["held_out"]) == {"64", "128"}
+    page = (tmp_path / "recall_cpu.md").read_text()
+    assert "3 steps, seed 0" in page and "| 128 | 0.00% |" in page
 
 
 def test_levels_advance_when_the_running_share_passes():

@@ -145,6 +145,8 @@ def test_stop_tokens(http: httpx.Client) -> None:
         ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "max_tokens is 1000"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature is -1"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature", "temperature is nan"),
+        ({"prompt": "a", "temperature": 10**400}, "temperature", "temperature is 1000"),
+        ({"prompt": "a", "temperature": 1e39}, "temperature", "1e\\+39, want .* finite in float32"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", 'temperature is "hot", want a num'),
         ({"prompt": "a", "top_p": 2}, "top_p", "top_p is 2"),
         ({"prompt": "a", "stop": [""]}, "stop", "stop is"),
@@ -156,6 +158,7 @@ def test_stop_tokens(http: httpx.Client) -> None:
         ({"prompt": "a", "logprobs": 5}, "logprobs", "logprobs is 5, want null"),
         ({"prompt": "a", "echo": True}, "echo", "echo is true, want null or false"),
         ({"prompt": "a", "best": 2}, "best", "best is no argument"),
+        (b'{"prompt": "a", "\\ud800": 2}', r"\ud800", r"\\ud800 is no argument"),
     ],
 )
 def test_bad_requests(http: httpx.Client, body: Any, param: str | None, message: str) -> None:

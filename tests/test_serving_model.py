@@ -160,8 +160,12 @@ def test_a_split_prefill_takes_one_more_step(model: Any, wanted: list[list[int]]
     assert steps == [1, 2]
 
 
-def test_warm_up_leaves_nothing_to_compile() -> None:
+@pytest.mark.parametrize("committed", [False, True])
+def test_warm_up_leaves_nothing_to_compile(committed: bool) -> None:
+    """Weights made here, and weights that were put on a device, as those of a folder are."""
     model = random_model(k3(2, num_experts=0, moe_intermediate_size=0))
+    if committed:
+        model = jax.device_put(model, jax.devices()[0])
     config = EngineConfig(
         max_model_len=128,
         block_size=BLOCK,
@@ -176,7 +180,9 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
     before = [np.asarray(x) for x in jax.tree.leaves(steps._state)]
     assert not any(x.any() for x in before[:-1]), "warm-up wrote a state"
     with count_compiles() as compiles, engine:
-        clients = [Client(engine, text(90, seed=s % 2), max_tokens=5) for s in range(4)]
+        # The first fills the largest shape, which the warm-up began with.
+        clients = [Client(engine, text(66, seed=2), max_tokens=5)]
+        clients += [Client(engine, text(90, seed=s % 2), max_tokens=5) for s in range(4)]
         for client in clients:
             client.result()
     assert not compiles
@@ -246,6 +252,7 @@ def test_seeds_temperature_and_top_p() -> None:
     np.testing.assert_allclose(shares(draw(1, 0.8)), [0.625, 0.375, 0, 0], atol=0.03)
     np.testing.assert_allclose(shares(draw(1, 0.81)), [0.526, 0.316, 0.158, 0], atol=0.03)
     np.testing.assert_array_equal(draw(1, 0.1), 0)
+    np.testing.assert_array_equal(draw(1, 1e-50), 0)  # which is 0 in float32
     squares = np.array([0.25, 0.09, 0.0225, 0.0025])
     np.testing.assert_allclose(shares(draw(0.5, 1)), squares / squares.sum(), atol=0.03)
     np.testing.assert_array_equal(draw(1, 1), draw(1, 1))

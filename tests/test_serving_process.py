@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -61,6 +64,27 @@ def test_a_signal_drains(which: signal.Signals) -> None:
         received = [token for event in got for token in event["choices"][0]["token_ids"]]
         assert received == continuation(tokens, 40)
         assert server.wait(WAIT) == 0
+
+
+def test_a_client_that_neither_sends_nor_reads_does_not_keep_it_alive() -> None:
+    """A body of which the rest never comes, and a stream that nobody reads."""
+    with symbolic("--grace", "1") as (server, url):
+        place = urlsplit(url)
+        with contextlib.ExitStack() as stack:
+
+            def send(content: bytes, size: int) -> socket.socket:
+                client = stack.enter_context(socket.socket())
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+                client.connect((place.hostname, place.port))
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+                client.sendall(head.encode() + content)
+                return client
+
+            send(b'{"prompt":', 100)
+            whole = json.dumps(body(prompt(1), 1900, stream=True, ignore_eos=True)).encode()
+            send(whole, len(whole)).recv(1)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(WAIT) == 0
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -313,6 +313,7 @@ def test_config_errors(changes: dict[str, int], message: str) -> None:
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": "1"}, "temperature is '1'"),
+        ({"temperature": 10**400}, "want 0 .* finite in float32"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"seed": -1}, "seed is -1"),

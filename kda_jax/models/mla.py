@@ -134,7 +134,14 @@ class MLA(nnx.Module):
             assert batch.start is not None and cache is not None
             pages, table = cache.paged(batch.table)
             attended = prefill_attention(
-                q[D:], pages, table, batch.metadata, batch.start, scale, self.kv_lora
+                q[D:],
+                pages,
+                table,
+                batch.metadata,
+                batch.start,
+                scale,
+                self.kv_lora,
+                differentiable=not isinstance(cache, MLAPages),  # which only a server has
             )
             parts.append(attended)
         latent = parts[0] if len(parts) == 1 else jnp.concatenate(parts)

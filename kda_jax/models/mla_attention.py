@@ -83,6 +83,8 @@ def prefill_attention(
     start: jax.Array,
     scale: float,
     value_dim: int,
+    *,
+    differentiable: bool = True,
 ) -> jax.Array:
     """Packed queries on a cache that holds their own rows already.
 
@@ -95,6 +97,8 @@ def prefill_attention(
       metadata: of the T rows.
       start: int32 [N], the position of each sequence's first query.
       scale: on the scores. value_dim: how much of a cache row is the value.
+      differentiable: in reverse, too. That takes a loop of a fixed number of turns, one for each
+        key block of the table, needed or not; without, a chunk takes as many as it needs.
 
     Returns:
       [T, H, value_dim] in float32 (float64 for a float64 q), zeros in rows of padding.
@@ -122,11 +126,16 @@ def prefill_attention(
             seen = (key <= position[:, None]) & (step < rows)[:, None]
             return _attend(carry, query, keys, seen[:, None], "dhc,sc->dhs", scale, value_dim)
 
+        count = table.shape[1] * per_page
+        if not differentiable:
+            needed = jnp.where(rows > 0, jnp.clip(last // size + 1, 0, count), 0)
+            nothing = _nothing(query, value_dim)
+            return _normalised(lax.fori_loop(0, needed, lambda i, carry: attend(carry, i), nothing))
+
         def maybe(carry: tuple[jax.Array, ...], block: jax.Array) -> tuple[tuple, None]:
             needed = (rows > 0) & (block * size <= last)
             return lax.cond(needed, attend, lambda carry, _: carry, carry, block), None
 
-        count = table.shape[1] * per_page
         return _normalised(lax.scan(maybe, _nothing(query, value_dim), jnp.arange(count))[0])
 
     done = lax.map(one_chunk, chunks)

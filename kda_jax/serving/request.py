@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from ..grid import Array
 from .arguments import at_least, lengths_of
 
 _log = logging.getLogger(__name__)
+_HOTTEST = float(np.finfo(np.float32).max)  # the device's; Python's integers go on
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -40,9 +40,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         at_least("max_tokens", self.max_tokens, 1)
-        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= _HOTTEST):
             raise ValueError(
-                f"temperature is {self.temperature!r}, want 0 (greedy) or more, and finite"
+                f"temperature is {self.temperature!r}, want 0 (greedy) or more,"
+                " and finite in float32"
             )
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}, want a number in (0, 1]")

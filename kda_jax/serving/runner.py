@@ -40,7 +40,10 @@ class Runner:
     def __init__(self, model: LanguageModel, config: EngineConfig, sizes: PoolSizes) -> None:
         self._model, self._config, self._sizes = model, config, sizes
         self.buckets = Buckets.of(config, sizes)
-        self._state: DeviceState = empty_state(config, sizes, model.config)
+        # Beside the weights, and committed as loaded ones are: what a step gives back is, and a
+        # first step with anything else would be a program of its own.
+        where = next(iter(jax.tree.leaves(model)[0].devices()))
+        self._state: DeviceState = jax.device_put(empty_state(config, sizes, model.config), where)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """See `engine.Device`. Arrays are made anew: the device may still read the last ones."""

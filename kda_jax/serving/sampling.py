@@ -54,6 +54,6 @@ def _only_likely(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     ordered = -jnp.sort(-logits, axis=-1)
     share = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(share, axis=-1) - share
-    kept = jnp.sum(before < top_p[:, None], axis=-1)
+    kept = jnp.maximum(1, jnp.sum(before < top_p[:, None], axis=-1))  # 1e-50 is 0 in float32
     least = jnp.take_along_axis(ordered, kept[:, None] - 1, axis=-1)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -63,8 +63,9 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's API has it."""
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
-        return {"error": error}
+        param = None if self.param is None else _encodable(self.param)
+        error = {"type": self.kind, "param": param, "code": self.status}
+        return {"error": {"message": _encodable(str(self))} | error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,11 @@ class CompletionRequest:
             include_usage=_of(options, "include_usage", bool, False, "true or false"),
             return_token_ids=_of(body, "return_token_ids", bool, False, "true or false"),
         )
+
+
+def _encodable(text: str) -> str:
+    """JSON can name half of a character (\\ud800), and then no response could quote the client."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def as_request_error(error: ValueError) -> RequestError:

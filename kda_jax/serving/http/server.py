@@ -19,12 +19,20 @@ _log = logging.getLogger(__name__)
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT: then it refuses new requests with 503, finishes those it has,
     and `run` returns. A second signal ends it at once.
+
+    grace: seconds after the last token that clients get to read it, and to finish a request that
+    they began to send. Without an end to it, one that does neither would keep the process alive.
     """
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, host: str, port: int, *, grace: int = 30) -> None:
         # log_config: the process decides where logs go, not a library in it.
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_config=None, lifespan="off"
+            make_app(service),
+            host=host,
+            port=port,
+            log_config=None,
+            lifespan="off",
+            timeout_graceful_shutdown=grace,
         )
         super().__init__(config)
         self._engine: Engine = service.engine
