@@ -99,5 +99,20 @@ KDA_FN bool is_chosen(const S& s, const HopperPlan& plan, int n, int longest) {
   return mine < others || (mine == others && n < plan.other);
 }
 
+// By a warp: until chunk n of those from `flags` on is there; returns how many are.
+KDA_FN int wait_until_there(const uint8_t* flags, int n, int there, int count) {
+  while (true) {
+    const int c = there + (threadIdx.x & 31);
+    const bool yes = c < count && *static_cast<const volatile uint8_t*>(flags + c);
+    const unsigned not_yet = ~__ballot_sync(~0u, yes);
+    there += not_yet ? __ffs(not_yet) - 1 : 32;
+    if (there > n) break;
+    __nanosleep(100);
+  }
+  __threadfence();
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return there;
+}
+
 }  // namespace KDA_ISA
 }  // namespace kda

@@ -18,21 +18,6 @@ inline namespace KDA_ISA {
 
 constexpr int kHopperThreads = 2 * 128;
 
-// By a warp: until chunk n of those from `flags` on is there; returns how many are.
-KDA_FN int wait_until_there(const uint8_t* flags, int n, int there, int count) {
-  while (true) {
-    const int c = there + (threadIdx.x & 31);
-    const bool yes = c < count && *static_cast<const volatile uint8_t*>(flags + c);
-    const unsigned not_yet = ~__ballot_sync(~0u, yes);
-    there += not_yet ? __ffs(not_yet) - 1 : 32;
-    if (there > n) break;
-    __nanosleep(100);
-  }
-  __threadfence();
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  return there;
-}
-
 template <class Tiles, class Policy, int K, int C, int N, int Stages, bool Packs>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     hopper_walk_kernel(KDA_PARAMETER Problem p, int slab_first, int slab_last, HopperPlan plan) {
