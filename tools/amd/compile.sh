@@ -7,6 +7,7 @@
 # 2. The dynamic LDS in resources.json is what the kernels take (shared_sizes.py writes a source with the assertions).
 # 3. resources.py: no spills, no scratch, LDS within the limit, occupancy at least that of the table.
 # 4. matrix_ops.py: each stage has the matrix instructions that it should have, and no others.
+# 5. The shim's headers still have all that the sources ask for, also where HIP's own were taken.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 objects=build/amd/objects table=tools/amd/resources.json
@@ -25,3 +26,5 @@ done
 tools/amd/hipcc.sh --arch gfx942 --cuda-device-only -fsyntax-only -std=c++17 -Iffi/gpu "$objects/shared_sizes.hip"
 "$python" tools/amd/resources.py "$objects" --table "$table" "$@"
 "$python" tools/amd/matrix_ops.py "$objects"
+KDA_AMD_ROUTE=shim tools/amd/hipcc.sh --arch gfx942 -fsyntax-only "${flags[@]}" -DKDA_IO=BF16 -DKDA_K=128 ffi/gpu/driver.hip
+echo "ok: the sources compile against the shim"

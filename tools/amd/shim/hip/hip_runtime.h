@@ -20,7 +20,12 @@
 enum hipError_t { hipSuccess = 0, hipErrorInvalidValue = 1, hipErrorNoDevice = 100 };
 enum hipMemcpyKind { hipMemcpyHostToDevice = 1, hipMemcpyDeviceToHost = 2, hipMemcpyDeviceToDevice = 3 };
 enum hipFuncAttribute { hipFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum hipDeviceAttribute_t { hipDeviceAttributeMultiprocessorCount = 63, hipDeviceAttributeMaxSharedMemoryPerBlock = 74 };
+enum hipDeviceAttribute_t {
+  hipDeviceAttributeComputeCapabilityMajor = 23,
+  hipDeviceAttributeComputeCapabilityMinor = 61,
+  hipDeviceAttributeMultiprocessorCount = 63,
+  hipDeviceAttributeMaxSharedMemoryPerBlock = 74,
+};
 typedef struct ihipStream_t* hipStream_t;
 
 struct dim3 {
@@ -98,4 +103,7 @@ __kda_device unsigned atomicOr(unsigned* address, unsigned value) {
 }
 __kda_device unsigned atomicAdd(unsigned* address, unsigned value) {
   return __hip_atomic_fetch_add(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+__kda_device int atomicMax(int* address, int value) {
+  return __hip_atomic_fetch_max(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
