@@ -22,7 +22,7 @@ from kda_jax.cli import main
 from kda_jax.cli import verify as command
 from kda_jax.testing import Case
 from kda_jax.testing_pool import PoolCase
-from kda_jax.verify import exact, in_pool, parity, timing
+from kda_jax.verify import exact, in_pool, parity, runner, timing
 from kda_jax.verify.parity import Parity
 from kda_jax.verify.path import Path, first_difference
 
@@ -242,6 +242,16 @@ def test_what_is_not_supported_is_reported_and_fails_nothing(
     assert report["passed"]
     (result,) = report["devices"][0]["results"]
     assert (result["status"], result["detail"]) == ("unsupported", "it is not built")
+
+
+def test_a_gpu_without_its_kernel_does_not_pass(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "unsupported", lambda self, case, **_: "it is not built")
+    monkeypatch.setattr(runner, "platform_of", lambda device: "rocm")
+    report = verify.run([CPU], backends=["fused", "scan"])
+    found = [(r["backend"], r["status"]) for r in report["devices"][0]["results"]]
+    assert found == [("fused", "fail"), ("scan", "unsupported")] and not report["passed"]
+    detail = report["devices"][0]["results"][0]["detail"]
+    assert detail == "no kernel for this GPU: it is not built"
 
 
 @needs_fused
