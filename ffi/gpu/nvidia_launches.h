@@ -146,10 +146,14 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
           if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
         HopperPlan plan{false, 0, device.multiprocessors};
         if (p.N == 1 || p.N > kOrdered || width < kWide) return hopper_walk(width, p, stream, first, last, plan);
-        plan.other = kWide;
-        if (hipError_t error = hopper_walk<kNarrow, true>(p, stream, first, last, plan); error != hipSuccess)
-          return error;
-        plan.other = kNarrow;
+        // Where there are many sequences even a long one is not what all wait for, and so many blocks that only start
+        // and return take longer than the walk.
+        if (heads * (p.V / kNarrow) <= 4 * sms) {
+          plan.other = kWide;
+          if (hipError_t error = hopper_walk<kNarrow, true>(p, stream, first, last, plan); error != hipSuccess)
+            return error;
+          plan.other = kNarrow;
+        }
         return hopper_walk<kWide, true>(p, stream, first, last, plan);
       }
     }
