@@ -6,6 +6,7 @@ ran, where its target is met, where neither, and which pages there are.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ def updated(text: str, found: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__).parse_args(argv)
     README.write_text(updated(README.read_text(), section(RESULTS)))
     return 0
 

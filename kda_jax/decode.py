@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .gate import activate
+from .gate import activate, compute_dtype
 from .pool_arguments import bind_step_rows, check_cache, check_states
 from .scan import recurrence
 from .types import Gate, KDAConfig, KDAInputs
@@ -94,8 +95,10 @@ def kda_decode_step(
         return out.astype(v.dtype), pool.write(after)
     if has_initial_state is not None:
         raise ValueError("has_initial_state is given without state_cache; pass both")
-    if state is None or state.shape != (R, *want):
-        have = None if state is None else state.shape
+    if state is None or np.shape(state) != (R, *want):
+        have = None if state is None else np.shape(state)
         raise ValueError(f"state has shape {have}, want {(R, *want)}: one row per token")
+    if state.dtype != compute_dtype(inputs):
+        raise ValueError(f"state has dtype {state.dtype}, want {compute_dtype(inputs)}; cast it")
     after, out = step(state, token)
     return out.astype(v.dtype), after

@@ -64,6 +64,9 @@ def parse_seq_lens(seq_lens: Any) -> Array:
     if lengths.size and lengths.min() < 0:
         i = int(np.argmax(lengths < 0))
         raise ValueError(f"seq_lens[{i}] is {lengths[i]}, want a length >= 0")
+    if lengths.size and lengths.max() > _MAX_TOKENS:  # before sums that could wrap around
+        i = int(np.argmax(lengths > _MAX_TOKENS))
+        raise ValueError(f"seq_lens[{i}] is {lengths[i]}, at most {_MAX_TOKENS} fit in int32")
     cu = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=cu[1:])
     if cu[-1] > _MAX_TOKENS:

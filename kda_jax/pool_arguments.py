@@ -41,7 +41,7 @@ def bind_step_rows(
     if isinstance(indices, np.ndarray):
         on_host = active is None or isinstance(active, np.ndarray)
         used = True if active is None else active
-        check_rows(R, np.where(used, indices, -1) if on_host else None, None)
+        check_rows(R, np.where(used, _signed(indices), -1) if on_host else None, None)
     everyone = jnp.ones((requests,), jnp.bool_)
     written = rows_in_use(jnp.asarray(to_int32(indices)), everyone if active is None else active, R)
     has = everyone if has_initial_state is None else has_initial_state
@@ -151,13 +151,20 @@ def to_int32(rows: Any) -> Any:
     return np.clip(rows, info.min, info.max).astype(np.int32)
 
 
+def _signed(rows: np.ndarray) -> np.ndarray:
+    """As int64: unsigned integers have no -1."""
+    if rows.dtype == np.uint64:
+        rows = np.minimum(rows, np.uint64(np.iinfo(np.int64).max))
+    return rows.astype(np.int64)
+
+
 def check_indices(num_rows: int, live: Any, saved: Any, metadata: ChunkMetadata) -> None:
     """`check_rows` for what lies on the host, without what is padding there."""
 
     def on_host(rows: Any, used: Any) -> Any:
         if not isinstance(rows, np.ndarray):
             return None
-        return np.where(used, rows, -1)
+        return np.where(used, _signed(rows), -1)
 
     if metadata.on_host:
         check_rows(

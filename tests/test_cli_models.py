@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 import types
 
@@ -60,6 +61,16 @@ def refused(capsys, folder, *parts):
     """By both commands that read a model's folder."""
     one_line_error(capsys, ["generate", "--model", str(folder), "--prompt", "a"], *parts)
     one_line_error(capsys, ["serve", str(folder)], *parts)
+
+
+def test_an_address_that_is_taken(saved, capsys):
+    """Said before the model is loaded and compiled."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        one_line_error(
+            capsys, ["serve", str(saved), "--port", str(port)], f"--port {port}: ", "--port 0"
+        )
+    one_line_error(capsys, ["serve", str(saved), "--host", "no such host"], "--host no such host")
 
 
 def test_no_folder_or_not_all_of_it(folder, tmp_path, capsys):

@@ -213,6 +213,8 @@ def test_refuses_traced_lengths() -> None:
         ([[5]], "shape"),
         (["5"], "dtype"),
         ([2**31 - 1, 1], "fit in int32"),
+        (np.array([2**62] * 4), r"seq_lens\[0\] is 4611686018427387904, at most 2147483647 fit"),
+        (np.array([1, 2**64 - 1], np.uint64), r"seq_lens\[1\] is 18446744073709551615"),
     ],
 )
 def test_refuses_seq_lens(lengths: object, message: str) -> None:

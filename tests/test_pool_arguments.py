@@ -221,6 +221,14 @@ def test_idle_rows_may_share_a_row() -> None:
     operator(state_indices=np.array([3, 0, 9, 9]))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int64"])
+def test_indices_of_any_integer_type(dtype: str) -> None:
+    rows = np.array([3, 0, 9, 5], dtype)
+    decode(state_indices=rows, active=np.array([True, True, False, True]))
+    convolution_step(state_indices=rows)
+    operator(state_indices=rows)
+
+
 def test_the_checks_do_not_wait_for_a_device() -> None:
     """A traced index is not looked at, whatever it holds."""
     bad = np.array([3, 3, 99, -1], np.int32)

@@ -29,6 +29,17 @@ class Integer:
         return value
 
 
+def seconds(text: str) -> float:
+    """argparse type: a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
 def size_in_bytes(text: str) -> int:
     """argparse type: bytes, as 268435456, 256M or 4G."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text, re.IGNORECASE)
@@ -144,5 +155,5 @@ def add_prefix_check(commands: Any) -> None:
     )
     check.add_argument("--seed", type=Integer(0), default=0, help="of the facts, default 0")
     check.add_argument(
-        "--timeout", type=float, default=600, help="seconds for one request, default 600"
+        "--timeout", type=seconds, default=600, help="seconds for one request, default 600"
     )

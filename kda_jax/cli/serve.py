@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -15,12 +16,18 @@ from ..models.tokenizer import load_tokenizer
 from ..serving import EngineConfig, build_engine, warm
 from ..serving.http import Server, Service
 from . import screen
+from .errors import CliError
 
 _BYTES_OF_A_TOKEN = 64  # of a request body, at most: a token number with its comma is far less
 
 
 def serve(args: argparse.Namespace) -> int:
     """Run the command; 0 when a signal has ended it and all requests were finished."""
+    with _bind(args.host, args.port) as bound:  # before the minutes that all else may take
+        return _serve(args, bound)
+
+
+def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
     out = screen.console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if args.compilation_cache:
@@ -67,6 +74,23 @@ def serve(args: argparse.Namespace) -> int:
     name = args.name or Path(args.model).resolve().name
     service = Service(engine, name, tokenizer, max_body=4096 + _BYTES_OF_A_TOKEN * longest)
     with engine:
-        Server(service, args.host, args.port).run()
+        Server(service, args.host, args.port).run(sockets=[bound])
     out.print("ended    all requests are finished" if not engine.problem else engine.problem)
     return 0 if engine.state == "closed" else 1
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """The address, taken; nobody is answered before the server listens."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CliError(
+            f"--host {host} --port {port}: {why}; give another (--port 0 takes any free one)"
+        ) from None
+    return found
