@@ -119,6 +119,7 @@ def test_the_gradient_is_finite_and_lowers_the_loss_of_a_fixed_batch():
     assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path):
     through, file = Trainer.start(tiny()), tmp_path / "state.safetensors"
     losses = [through.advance() for _ in range(4)]
