@@ -69,7 +69,10 @@ def step_rows(
     if has_initial_state is None:
         has = np.ones(live.size, np.bool_)
     else:
-        has = np.asarray(has_initial_state, np.bool_)
+        has = np.asarray(has_initial_state)
+        if has.size and has.dtype.kind not in "biu":  # a text is true, whatever it says
+            raise ValueError(f"has_initial_state has dtype {has.dtype}, want bool")
+        has = has.astype(np.bool_)
         _count("has_initial_state", has, metadata.num_sequences, "sequences")
     return StepRows(
         _padded(live, metadata.capacity.sequences, -1, np.int32),

@@ -79,6 +79,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no integers": ({"state_indices": [0.5, 1, 2]}, "state_indices has dtype float64, want integ"),
     "device arrays": ({"state_indices": jnp.arange(3)}, "state_indices is a JAX array"),
     "flags": ({"has_initial_state": [True]}, "has_initial_state has 1 entries, want 3"),
+    "texts": ({"has_initial_state": ["False"] * 3}, "has_initial_state has dtype <U5, want bool"),
 }
 
 
