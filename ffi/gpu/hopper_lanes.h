@@ -29,13 +29,10 @@ KDA_FN void load_words(uint32_t (&x)[Words], const uint16_t* from) {  // 8 or 16
 }
 template <int Words>
 KDA_FN void store_words(uint16_t* to, const uint32_t (&x)[Words]) {
-  // In assembler, since the compiler takes it apart where it knows less of where `to` comes from.
-  const size_t at = __cvta_generic_to_global(to);
   if constexpr (Words == 2) {
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(x[0]), "r"(x[1]) : "memory");
+    *reinterpret_cast<uint2*>(to) = {x[0], x[1]};
   } else {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
+    *reinterpret_cast<uint4*>(to) = {x[0], x[1], x[2], x[3]};
   }
 }
 
