@@ -1,6 +1,7 @@
 // What the walk on Hopper (hopper_walk.h) has in shared memory.
 #pragma once
 
+#include "hopper_lanes.h"
 #include "hopper_units.h"
 #include "kernels.h"
 #include "nvidia_async.h"
@@ -97,6 +98,9 @@ struct HopperWalkMemory {
   HopperStage<Tiles, K, C, N> stage[Stages];
   RightMatrices<K, N> state;
   RightMatrices<C, N> residual, delta;
+  // Of the residuals nobody needs anything while states go to or come from memory: v' has come of all of them.
+  KDA_FN float* scratch(int warp) { return reinterpret_cast<float*>(residual.x) + warp * StateAccess<K, N>::kScratch; }
+  static_assert(sizeof(RightMatrices<C, N>) >= 4 * StateAccess<K, N>::kScratch * sizeof(float), "");
   Barrier full[Stages], values_full[Stages], empty[Stages];
   Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
   uint8_t order[kOrdered];

@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     warpgroup_barrier();
   };
 
+  using Access = StateAccess<K, N>;
   // x starts as v.
   auto load_values = [&](int n) {
     m.full[n % Stages].wait(n / Stages & 1);
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
 
   // The chunks of a unit from n on; returns the next one's number.
   auto walk_unit = [&](const HopperUnit& unit, int n) {
-    const StateAccess<K, N> access{W::strides(p), unit.first_value, warp};
+    const Access access{W::strides(p), unit.first_value, warp, m.scratch(warp)};
     access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
     if (n > 0) m.state_read.wait((n - 1) & 1);
     publish_state();
