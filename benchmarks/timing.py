@@ -68,7 +68,8 @@ def _sample(function: Callable[[], Any], calls: int, queued: bool) -> float:
     result = None
     begin = time.perf_counter()
     for _ in range(calls):
-        result = function()  # drops the one before: its memory serves the next call
+        result = None  # its memory serves the next call, which then finds it where the last one did
+        result = function()
         if not queued:
             jax.block_until_ready(result)
     jax.block_until_ready(result)

@@ -137,8 +137,15 @@ struct StateAccess {
     });
   }
   KDA_FN void load(State& s, const float* from) const {  // null: zeros
+    if (!from) {
+      KDA_UNROLL
+      for (int a = 0; a < K / 64; ++a)
+        KDA_UNROLL
+        for (int r = 0; r < N / 2; ++r) s[a][r] = 0;
+      return;
+    }
     if constexpr (kWhole)
-      if (from && channel_stride == 1) {
+      if (channel_stride == 1) {
         for_parts([&](int b, int first) {
           for_fours(b, first, [&](int, float4* to, bool change, int64_t at) {
             *to = halves(*reinterpret_cast<const float4*>(from + at), change);
@@ -149,7 +156,7 @@ struct StateAccess {
         });
         return;
       }
-    for_each([&](int, int a, int r, int64_t at) { s[a][r] = from ? from[at] : 0; });
+    for_each([&](int, int a, int r, int64_t at) { s[a][r] = from[at]; });
   }
 };
 

@@ -11,7 +11,8 @@ namespace kda {
 inline namespace KDA_ISA {
 
 // A chunk's operands, in the order of the blob. A product has 64 rows, so that the second block of a triangle has
-// rows of zeros before it.
+// rows of zeros before it. They come and go in three parts, each as early as it can: what a step starts with, what goes
+// into the state, what makes the outputs.
 template <class Tiles, int K, int C, int N>
 struct HopperStage {
   using Storage = typename Tiles::Storage;
@@ -27,40 +28,62 @@ struct HopperStage {
   float decay[K];
   int32_t beyond[kBeyondBytes / 4];
   alignas(128) uint16_t values[C * N];
-  alignas(16) ChunkRow row;
-  int head, first_value;  // of the unit
-  static constexpr int kBytes = int(Layout::kBytes) + int(sizeof(ChunkRow));  // without the values
+  // For those who carry the state, and for those who make the outputs.
+  alignas(16) ChunkRow row, output_row;
+  HopperUnit unit;
+  int chunk;
+  int output_head, output_value;  // of the unit: head and first_value; below 0: no more units
 
   KDA_FN void clear() {
     for (int i = int(threadIdx.x); i < kBlock; i += int(blockDim.x))
       second[0].zeros[i] = second[1].zeros[i] = 0;
   }
+  static constexpr int kMatrixBytes = Layout::kMatrix * int(sizeof(Storage)), kBlockBytes = kBlock * int(sizeof(Storage));
+  // Without the values.
   template <class S>
-  KDA_FN void fetch(const S& s, int64_t chunk, int head, Barrier& full) {
+  KDA_FN void fetch_start(const S& s, int64_t chunk, int head, Barrier& full) {
     const Storage* blob = s.blob(chunk, head);
-    constexpr int kFirst = 3 * Layout::kMatrix + 4 * kBlock;
-    full.expect(kBytes);
-    full.copy(operands, blob, kFirst * int(sizeof(Storage)));
-    full.copy(second[0].x, blob + kFirst, kBlock * int(sizeof(Storage)));
-    full.copy(second[1].x, blob + kFirst + kBlock, kBlock * int(sizeof(Storage)) + Layout::kTailBytes);
-    full.copy(&row, reinterpret_cast<const ChunkRow*>(s.p.chunks) + chunk, int(sizeof row));
+    full.expect(kMatrixBytes + Layout::kTailBytes);
+    full.copy(operands, blob, kMatrixBytes);
+    full.copy(decay, blob + Layout::kElements, Layout::kTailBytes);
   }
-  // v by 128 threads, 16 bytes each. A load takes rows two apart, which must not meet in the same banks.
+  template <class S>
+  KDA_FN void fetch_for_state(const S& s, int64_t chunk, int head, Barrier& full) {
+    const Storage* blob = s.blob(chunk, head);
+    full.expect(kMatrixBytes + 3 * kBlockBytes);
+    fetch_triangle(1, blob, full);
+    full.copy(operands + 2 * Layout::kMatrix, blob + 2 * Layout::kMatrix, kMatrixBytes);
+  }
+  template <class S>
+  KDA_FN void fetch_for_outputs(const S& s, int64_t chunk, int head, Barrier& full) {
+    const Storage* blob = s.blob(chunk, head);
+    full.expect(kMatrixBytes + 3 * kBlockBytes);
+    full.copy(operands + Layout::kMatrix, blob + Layout::kMatrix, kMatrixBytes);
+    fetch_triangle(0, blob, full);
+  }
+  KDA_FN void fetch_triangle(int which, const Storage* blob, Barrier& full) {
+    const Storage* triangles = blob + 3 * Layout::kMatrix;
+    full.copy(first[which], triangles + 2 * which * kBlock, 2 * kBlockBytes);
+    full.copy(second[which].x, triangles + (4 + which) * kBlock, kBlockBytes);
+  }
+  // v by a warp, 16 bytes each. A load takes rows two apart, which must not meet in the same banks.
+  static constexpr int kPieces = N / 8;
   static KDA_FN int place(int row, int piece) {
-    const int at = row * (N / 8) + piece;
+    const int at = row * kPieces + piece;
     return (N >= 32 ? at ^ (row & 2) << 1 : at) * 8;
   }
-  KDA_FN void fetch_values(const Problem& p, const ChunkRow& chunk, int head, int first, int thread) {
-    constexpr int kPieces = N / 8;
-    KDA_UNROLL
-    for (int i = 0; i < C * kPieces / 128; ++i) {
-      const int token = (thread + 128 * i) / kPieces, piece = (thread + 128 * i) % kPieces;
+  KDA_FN void fetch_values(const Problem& p, const ChunkRow& chunk, int head, int first) {
+    const int lane = int(threadIdx.x) & 31, piece = lane % kPieces;
+    int token = lane / kPieces;
+    const int64_t step = int64_t(32 / kPieces) * p.H * p.V;
+    const auto* from =
+        static_cast<const uint16_t*>(p.v.data) + row_offset(chunk.first + token, head, p.H, p.V) + first + 8 * piece;
+    const auto* none = static_cast<const uint16_t*>(p.v.data);
+#pragma unroll 4  // registers are few
+    for (int i = 0; i < C * kPieces / 32; ++i, token += 32 / kPieces, from += step) {
       const bool valid = token < chunk.valid;
-      const auto* from = static_cast<const uint16_t*>(p.v.data) +
-                         row_offset(chunk.first + (valid ? token : 0), head, p.H, p.V) + first + 8 * piece;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                       shared_address(values + place(token, piece))),
-                   "l"(from), "r"(valid ? 16 : 0)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(values + place(token, piece))),
+                   "l"(valid ? from : none), "r"(valid ? 16 : 0)
                    : "memory");
     }
   }
@@ -93,17 +116,44 @@ struct RightMatrices {
   }
 };
 
+// Whoever carries the state has at most 64 rows of V, so that blocks of 128 have two such warpgroups.
+template <int N>
+struct HopperThreads {
+  static constexpr int kRows = N < 64 ? N : 64, kCarriers = N / kRows, kCarrying = 128 * kCarriers, kOutputs = 128;
+  static constexpr int kAll = kCarrying + kOutputs + 128;
+  // With three warpgroups a thread has registers enough. With four those who bring operands leave some to the carriers.
+  static constexpr bool kMoves = kCarriers == 2;
+  static constexpr int kCarrierRegisters = 168, kOperandRegisters = 48;
+};
+
 template <class Tiles, int K, int C, int N, int Stages>
 struct HopperWalkMemory {
+  using Threads = HopperThreads<N>;
+  static constexpr int kRows = Threads::kRows, kCarriers = Threads::kCarriers, kStages = Stages;
   HopperStage<Tiles, K, C, N> stage[Stages];
-  RightMatrices<K, N> state;
-  RightMatrices<C, N> residual, delta;
+  // Side by side, for products with all rows.
+  RightMatrices<K, kRows> state[kCarriers];
+  RightMatrices<C, kRows> residual[kCarriers], delta[kCarriers];
   // Of the residuals nobody needs anything while states go to or come from memory: v' has come of all of them.
-  KDA_FN float* scratch(int warp) { return reinterpret_cast<float*>(residual.x) + warp * StateAccess<K, N>::kScratch; }
-  static_assert(sizeof(RightMatrices<C, N>) >= 4 * StateAccess<K, N>::kScratch * sizeof(float), "");
-  Barrier full[Stages], values_full[Stages], empty[Stages];
-  Barrier state_ready, state_read, residual_done, delta_ready, delta_read;
-  uint8_t order[kOrdered];
+  KDA_FN float* scratch(int carrier, int warp) {
+    return reinterpret_cast<float*>(residual[carrier].x) + warp * StateAccess<K, kRows>::kScratch;
+  }
+  static_assert(sizeof(RightMatrices<C, kRows>) >= 4 * StateAccess<K, kRows>::kScratch * sizeof(float), "");
+  Barrier known[Stages], start_full[Stages], values_full[Stages], for_state_full[Stages], for_outputs_full[Stages];
+  Barrier start_empty[Stages], for_state_empty[Stages], for_outputs_empty[Stages];
+  Barrier state_ready, state_read, delta_ready, delta_read;
+  HopperOrder order;
+
+  KDA_FN void init() {
+    for (int i = 0; i < Stages; ++i) {
+      known[i].init(1), start_full[i].init(1), values_full[i].init(32), for_state_full[i].init(1), for_outputs_full[i].init(1);
+      start_empty[i].init(Threads::kCarrying + 2), for_state_empty[i].init(Threads::kCarrying);
+      for_outputs_empty[i].init(Threads::kOutputs);
+    }
+    state_ready.init(Threads::kCarrying), state_read.init(Threads::kOutputs);
+    delta_ready.init(Threads::kCarrying), delta_read.init(Threads::kOutputs);
+    Barrier::fence_init();
+  }
 };
 
 }  // namespace KDA_ISA

@@ -137,6 +137,8 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
       clear_status(s);
     }
   }
+  if constexpr (Tiles::kOverlaps && !Policy::kSecond)
+    if (blockIdx.x == 0 && threadIdx.x == 0) s.progress().next_unit = 0;
   if (Policy::kSecond && *s.status() == 0) return;
   const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
   int i = blockIdx.x;

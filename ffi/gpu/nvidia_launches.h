@@ -36,13 +36,13 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
     const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;
     return launch(kHopperWalk<N, Packs>, HopperUnits<S, N, Packs>::kTurns ? std::min(units, sms) : units,
-                  kHopperThreads, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
+                  HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
   static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
     return width == 16   ? hopper_walk<16>(p, stream, first, last, plan)
            : width == 32 ? hopper_walk<32>(p, stream, first, last, plan)
            : width == 64 ? hopper_walk<64>(p, stream, first, last, plan)
-                         : hopper_walk<128>(p, stream, first, last, plan);
+                         : hopper_walk<kWide, true>(p, stream, first, last, plan);
   }
   template <int N, bool Packs = false>
   static hipError_t allow_hopper() {
@@ -81,7 +81,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
       const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
       if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
       double least = 1e30;
-      for (int n = 16; n <= 128; n *= 2) {
+      for (int n = 16; n <= kWide; n *= 2) {
         const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
         if (p.V % n != 0 || others <= 0) continue;
         const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
@@ -98,7 +98,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
     return best;
   }
   // us on an H200: three tasks of the prologue on one multiprocessor.
-  static constexpr double kRoundTime = 17.4;
+  static constexpr double kRoundTime = 14.5;
 
   static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
     if constexpr (kHopper && kStages) {
@@ -124,7 +124,6 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
         KDA_TRY(allow_hopper<16>());
         KDA_TRY(allow_hopper<32>());
         KDA_TRY(allow_hopper<64>());
-        KDA_TRY(allow_hopper<128>());
         KDA_TRY((allow_hopper<kNarrow, true>()));
         KDA_TRY((allow_hopper<kWide, true>()));
       }

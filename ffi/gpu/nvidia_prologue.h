@@ -50,8 +50,9 @@ struct InputStage {
   static_assert(Copies::kStep % 4 == 0, "rows so far apart change places alike");
 
   struct Block {  // a row block
-    static constexpr bool kAgain = true;
-    const Rows &q_rows, &k_rows, &g_rows;
+    static constexpr bool kAgain = true, kSums = true;
+    const Rows &q_rows, &k_rows;
+    Rows& g_rows;
     int block;
     using Raw = typename Tiles::Raw;
     KDA_FN void load(Raw& a, Raw& b, const Rows& x, int t) const {
@@ -65,19 +66,58 @@ struct InputStage {
     }
     KDA_FN void q(Raw& a, Raw& b, int t) const { load(a, b, q_rows, t); }
     KDA_FN void k(Raw& a, Raw& b, int t) const { load(a, b, k_rows, t); }
-    KDA_FN void g(typename Tiles::Acc& a, typename Tiles::Acc& b, int t) const {
-      Raw x, y;
-      load(x, y, g_rows, t);
-      Tiles::widen(a, x), Tiles::widen(b, y);
+    // Bounded gates in units, summed down the tokens: a lane takes a pair of channels of each half, so that it only adds;
+    // the sums then go to where tiles have them by way of where g was. Of g a lane reads 4 bytes of a row, of the sums it
+    // stores 8 and loads 16; in every other pair of rows neighbours of 16 bytes change places.
+    KDA_FN void sums(typename Tiles::Acc (&sum)[K / kTile], float* total, float rate, const float* dt_bias, float unit,
+                     int valid) const {
+      static_assert(K == 128, "");
+      const int lane = Tiles::lane(), g = Tiles::group(), quarter = Tiles::quarter();
+      uint32_t raw[2][kTile];
+      KDA_UNROLL
+      for (int half = 0; half < 2; ++half)
+        KDA_UNROLL
+        for (int r = 0; r < kTile; ++r) {
+          const int row = block * kTile + r;
+          raw[half][r] =
+              *reinterpret_cast<const uint32_t*>(&g_rows[row][place(row, 8 * half + lane / 4) + 2 * (lane % 4)]);
+        }
+      __syncwarp();
+      auto* scratch = reinterpret_cast<float*>(&g_rows[block * kTile][0]);
+      KDA_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float2 bias = *reinterpret_cast<const float2*>(dt_bias + 64 * half + 2 * lane), x = {0, 0};
+        bias.x *= rate, bias.y *= rate;
+        KDA_UNROLL
+        for (int r = 0; r < kTile; ++r) {
+          const float a = gate_units<Tiles>(Gate::kBounded, Tiles::widen(raw[half][r], 0), rate, bias.x);
+          const float b = gate_units<Tiles>(Gate::kBounded, Tiles::widen(raw[half][r], 1), rate, bias.y);
+          if (r < valid) x.x += a, x.y += b;
+          *reinterpret_cast<float2*>(scratch + 64 * r + 4 * (lane / 2 ^ (r >> 1 & 1)) + 2 * (lane & 1)) = x;
+        }
+        *reinterpret_cast<float2*>(total + 64 * half + 32 * (lane / 16) + 16 * (lane / 2 & 1) + 8 * (lane & 1) +
+                                   2 * (lane / 4 % 4)) = {unit * x.x, unit * x.y};
+        __syncwarp();
+        KDA_UNROLL
+        for (int pair = 0; pair < 2; ++pair)
+          KDA_UNROLL
+          for (int i = 0; i < 2; ++i)
+            KDA_UNROLL
+            for (int j = 0; j < 2; ++j)
+              Tiles::set_row(sum[4 * half + 2 * pair + j], i,
+                             *reinterpret_cast<const float4*>(scratch + 64 * (2 * g + i) + 32 * pair +
+                                                              4 * ((2 * quarter + j) ^ (g & 1))));
+        __syncwarp();
+      }
     }
   };
 };
 
 constexpr int kPrologueBlocks = 3;  // on a multiprocessor
 
-// How the tasks, (chunk, head)s in order of time, are given away. All blocks take those below `shared`; the rest is for
-// the blocks on `staying` of the multiprocessors, so that the walk may begin on the others. Below 0: no walk waits for
-// any, and all are shared.
+// How the tasks, (chunk, head)s in order of time, are given away. All blocks take those below `shared` in turn; the rest
+// is for the blocks on `staying` of the multiprocessors, so that the walk may begin on the others. Below 0: no walk waits
+// for any, and all are shared.
 struct PrologueSplit {
   int shared, staying, multiprocessors;
 };
@@ -94,6 +134,7 @@ struct StagedPrologueMemory {
   Shared shared;
   alignas(128) Rows q, k;
   PrologueTask now, next;  // in memory, since registers are few
+  int done_chunk, done_head;
   // g is where the decayed keys will be.
   KDA_FN Rows& g() { return reinterpret_cast<Rows&>(shared.keys); }
   static_assert(sizeof(Rows) <= sizeof(Shared::keys), "");
@@ -106,8 +147,9 @@ __global__ void clear_progress_kernel(KDA_PARAMETER Problem p) {
   const S s{p, 0, p.NC};
   after_previous();
   const int64_t words = (S::progress_bytes(p) + S::status_bytes(p)) / 4;
+  auto* first = reinterpret_cast<int32_t*>(&s.progress());
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += int64_t(gridDim.x) * blockDim.x)
-    s.progress()[i] = 0;
+    first[i] = 0;
 }
 
 // A task's operands are in memory: all threads of the block have met a barrier behind their stores.
@@ -134,25 +176,24 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& m = *reinterpret_cast<StagedPrologueMemory<Tiles, Policy, K, C, Unbounded>*>(memory);
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
-  wait_for_previous();
-  let_next_start();  // in this order: a walk beside this looks at what the launch before has cleared
   // Worked out again wherever it is needed: registers are few.
   auto awaited = [&] { return hidden(split.shared) >= 0; };
-  auto tasks = [&] { return (slab_last - slab_first) * hidden(p.H); };
+  wait_for_previous();
+  let_next_start();  // in this order: a walk beside this looks at what the launch before has cleared
   // The multiprocessors that stay are counted from that of block 0, which says where it is; until then all stay.
   auto stays = [&] {
-    const int first = static_cast<volatile int*>(s.progress())[1] - 1, all = split.multiprocessors;
+    const int first = *static_cast<volatile int*>(&s.progress().first_multiprocessor) - 1, all = split.multiprocessors;
     return first < 0 || (multiprocessor() - first + all) % all < split.staying;
   };
   // By one thread: the task behind m.now, its row on the way.
   auto find_next = [&] {
-    const int shared = awaited() ? split.shared : tasks();
+    const int all = (slab_last - slab_first) * p.H, shared = awaited() ? split.shared : all;
     int i = m.now.index;
     if (i < shared) i += int(gridDim.x);
-    if (i >= shared) i = awaited() && stays() ? shared + atomicAdd(s.progress(), 1) : tasks();
+    if (i >= shared) i = awaited() && stays() ? shared + atomicAdd(&s.progress().next_task, 1) : all;
     const int chunk = slab_first + i / p.H;
     m.next.index = i, m.next.chunk = chunk, m.next.head = i % p.H;
-    if (i < tasks()) {
+    if (i < all) {
       CopyByAll{}.piece(&m.next.row, reinterpret_cast<const ChunkRow*>(p.chunks) + chunk);
     } else {
       m.next.row.sequence = -1;
@@ -160,24 +201,30 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   };
   const int wave = wave_index<Tiles>();
   if (slab_first == 0 && !awaited()) clear_status(s);
-  int i = blockIdx.x;
-  if (i >= tasks()) return;
-  PrologueTask task{s.chunk_row(slab_first + i / p.H), i, slab_first + i / p.H, i % p.H};
+  if (threadIdx.x == 0) {
+    if (!awaited() && blockIdx.x == 0) s.progress().next_unit = 0;
+    m.now.index = int(blockIdx.x) - int(gridDim.x);
+    find_next();
+  }
+  CopyByAll::commit();
+  CopyByAll::wait<0>();
+  __syncthreads();
+  PrologueTask task = m.next;
   if (task.row.sequence < 0) return;  // padding, and all that follows
   {
     const typename Stage::Copies copies(p, task.row, task.head);
     copies.fetch(m.q, p.q), copies.fetch(m.k, p.k), copies.fetch(m.g(), p.g);
   }
   if (threadIdx.x == 0) {
-    m.now.chunk = -1;
-    if (awaited() && blockIdx.x == 0) static_cast<volatile int*>(s.progress())[1] = 1 + multiprocessor();
+    m.done_chunk = -1, m.now.chunk = -1;
+    if (awaited() && blockIdx.x == 0) *static_cast<volatile int*>(&s.progress().first_multiprocessor) = 1 + multiprocessor();
   }
   while (true) {
     CopyByAll::commit();
     CopyByAll::wait<0>();
     __syncthreads();
     if (threadIdx.x == 0) {
-      if (awaited() && m.now.chunk >= 0) say_there(s, m.now.chunk, m.now.head);
+      m.done_chunk = m.now.chunk, m.done_head = m.now.head;
       m.now = task;
       find_next();
     }
@@ -185,7 +232,11 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
     prologue_of<P>(
         s, task.row, task.chunk, task.head, wave, typename Stage::Block{m.q, m.k, m.g(), wave},
         m.shared,
-        [&] { CopyByAll::wait<0>(); },
+        [&] {
+          CopyByAll::wait<0>();
+          // Not earlier, when what was stored would be waited for.
+          if (threadIdx.x == 0 && awaited() && m.done_chunk >= 0) say_there(s, m.done_chunk, m.done_head);
+        },
         [&] {
           if (m.next.row.sequence < 0) return;
           const typename Stage::Copies copies(p, m.next.row, m.next.head);

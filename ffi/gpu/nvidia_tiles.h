@@ -158,7 +158,7 @@ struct NvidiaTiles : NvidiaProducts {
     a = {{v.x, v.y, v.z, v.w}};
     b = {{w.x, w.y, w.z, w.w}};
   }
-  static KDA_FN void widen(Acc& a, const Raw& x) { a = unpack_all<Io>(x.r); }
+  static KDA_FN float widen(uint32_t pair, int which) { return unpack<Io>(pair, which); }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     RowVec v;
     KDA_UNROLL

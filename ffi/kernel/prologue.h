@@ -79,9 +79,10 @@ struct Prologue {
 
   // ---- load ----------------------------------------------------------------------------------
   // Where q, k and g of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
-  // near enough to be read again for the factors, instead of kept in registers.
+  // near enough to be read again for the factors, instead of kept in registers. `kSums`: `sums` makes of g what is summed
+  // of the decays, and the totals, in a way of its own.
   struct Direct {
-    static constexpr bool kAgain = false;
+    static constexpr bool kAgain = false, kSums = false;
     const Problem& p;
     int64_t row, stride;
     int valid;
@@ -105,22 +106,29 @@ struct Prologue {
                           const Inputs& in, Wave& w, Shared& s) {
     const int valid = valid_rows(chunk, block);
     const int64_t first = chunk.first + block * kTile;
-    KDA_UNROLL
-    for (int t = 0; t < KT; t += 2) in.g(w.sum[t], w.sum[t + 1], t);
+    if constexpr (!Inputs::kSums) {
+      KDA_UNROLL
+      for (int t = 0; t < KT; t += 2) in.g(w.sum[t], w.sum[t + 1], t);
+    }
     KDA_UNROLL
     for (int t = 0; t < KT; t += 2) {
       in.q(w.x.q[t], w.x.q[t + 1], t);
       in.k(w.x.k[t], w.x.k[t + 1], t);
     }
     w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
-    gates(p, head, valid, w);
+    w.unit = Unbounded ? 1.0f : p.lower_bound * kLog2E;
+    if constexpr (Inputs::kSums) {
+      in.sums(w.sum, s.total[block], rate(p, head), p.dt_bias + int64_t(head) * K, w.unit, valid);
+    } else {
+      gates(p, head, valid, w);
+    }
 
     w.beyond = kNone;
     w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
     w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
     if constexpr (Unbounded) {
       Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
-    } else {
+    } else if constexpr (!Inputs::kSums) {
       KDA_UNROLL
       for (int t = 0; t < KT; ++t) Tiles::cumsum_rows(w.sum[t]);
     }
@@ -129,12 +137,14 @@ struct Prologue {
     // A padded row is an exact no-op: its gate is 0 (not softplus(dt_bias)), its beta 0.
     Tiles::mask_rows(w.beta, valid);
     Tiles::store_rows(s.beta + block * kTile, w.beta);
-    const float unit = w.unit;
-    KDA_UNROLL
-    for (int t = 0; t < KT; ++t) {
-      ColVec total = Tiles::last_row(w.sum[t]);
-      Tiles::apply(total, [=](float x) { return unit * x; }, total);
-      Tiles::store_cols(s.total[block] + t * kTile, total);
+    if constexpr (!Inputs::kSums) {
+      const float unit = w.unit;
+      KDA_UNROLL
+      for (int t = 0; t < KT; ++t) {
+        ColVec total = Tiles::last_row(w.sum[t]);
+        Tiles::apply(total, [=](float x) { return unit * x; }, total);
+        Tiles::store_cols(s.total[block] + t * kTile, total);
+      }
     }
   }
 
@@ -160,10 +170,10 @@ struct Prologue {
   }
   static constexpr float kLongest = 1 << 14, kShortest = 1.0f / (1 << 10);  // squares of a row's norm
 
+  static KDA_FN float rate(const Problem& p, int head) { return -kLog2E * Tiles::exp2(p.A_log[head] * kLog2E); }
   static KDA_FN void gates(const Problem& p, int head, int valid, Wave& w) {
     const bool raw = p.gate != Gate::kActivated;
-    const float rate = raw ? -kLog2E * Tiles::exp2(p.A_log[head] * kLog2E) : 0.0f;
-    w.unit = Unbounded ? 1.0f : p.lower_bound * kLog2E;
+    const float rate = raw ? Prologue::rate(p, head) : 0.0f;
     KDA_UNROLL
     for (int t = 0; t < KT; t += 2) {
       ColVec bias[2] = {};

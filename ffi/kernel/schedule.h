@@ -45,16 +45,20 @@ struct Schedule {
   static constexpr int64_t status_bytes(const Problem& p) {  // on host and device
     return (4 * (1 + p.N * p.H * (p.V / kTile)) + 127) / 128 * 128;
   }
-  // Before it, where a walk can run beside the prologue: which (head, chunk)s are there, a byte each, behind two words
-  // for how the prologue's tasks are given away.
+  // Before it, where a walk can run beside the prologue: how the work is given away, and which (head, chunk)s are
+  // there, a byte each.
+  struct Progress {
+    int32_t next_task, first_multiprocessor, next_unit, unused;
+  };
   static constexpr int64_t progress_bytes(const Problem& p) {
-    return Tiles::kOverlaps ? (8 + p.H * (p.slab_chunks < p.NC ? p.slab_chunks : p.NC) + 127) / 128 * 128 : 0;
+    const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
+    return Tiles::kOverlaps ? (int64_t(sizeof(Progress)) + p.H * chunks + 127) / 128 * 128 : 0;
   }
-  KDA_FN int32_t* progress() const {
-    return reinterpret_cast<int32_t*>(reinterpret_cast<char*>(status()) - progress_bytes(p));
+  KDA_FN Progress& progress() const {
+    return *reinterpret_cast<Progress*>(reinterpret_cast<char*>(status()) - progress_bytes(p));
   }
   KDA_FN uint8_t* is_there(int64_t chunk, int head) const {
-    return reinterpret_cast<uint8_t*>(progress() + 2) + head * (slab_last - slab_first) + (chunk - slab_first);
+    return reinterpret_cast<uint8_t*>(&progress() + 1) + head * (slab_last - slab_first) + (chunk - slab_first);
   }
   KDA_FN int32_t* status() const {
     return reinterpret_cast<int32_t*>(static_cast<char*>(p.workspace) + p.workspace_bytes -
@@ -179,13 +183,16 @@ struct Schedule {
   // The chunks of a sequence that lie in the slab.
   struct Range {
     int64_t first, last;
-    bool from_start;  // false: the state waits
+    bool from_start, to_end;  // false: the state waits
   };
   KDA_FN Range range_in_slab(int64_t seq) const {
     const SeqRow row = seq_row(seq);
-    const int64_t begin = row.first_chunk, end = begin + row.num_chunks;
+    return range_in_slab(row.first_chunk, row.num_chunks);
+  }
+  KDA_FN Range range_in_slab(int first_chunk, int num_chunks) const {
+    const int64_t begin = first_chunk, end = begin + num_chunks;
     return {begin > slab_first ? begin : slab_first, end < slab_last ? end : slab_last,
-            begin >= slab_first};
+            begin >= slab_first, end <= slab_last};
   }
   KDA_FN const float* entry(int64_t seq, int head, bool from_start) const {
     return from_start ? origin(seq, head) : waiting(seq, head, slab_first);
