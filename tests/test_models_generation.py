@@ -105,3 +105,18 @@ def test_sampling_refuses_what_is_no_temperature():
 def test_generate_errors(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         models.generate(model, prompts, **{"max_new_tokens": 1} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([1, 2], {}, r"prompts\[0\] is 1, want a sequence of token numbers; a single prompt is"),
+        (["12"], {}, r"prompts\[0\] is '12', want a sequence"),
+        ([[1.5]], {}, r"prompts\[0\] holds float64, want integers"),
+        ([[1]], {"max_new_tokens": "3"}, "max_new_tokens is '3', want an integer"),
+        ([[1]], {"temperature": 1.0, "key": 0}, "key is 0, want a key"),
+    ],
+)
+def test_generate_refuses_other_types(model, prompts, options, message):
+    with pytest.raises(TypeError, match=message):
+        models.generate(model, prompts, **{"max_new_tokens": 1} | options)

@@ -18,6 +18,9 @@ from .errors import CliError
 def generate(args: argparse.Namespace) -> int:
     """Run the command; 0 when all prompts were continued."""
     out = screen.console()
+    numbers = [_numbers(text) for text in args.tokens or ()]
+    if not (args.prompt or numbers):  # before the model is loaded, which can take minutes
+        raise CliError("nothing to continue: give --prompt TEXT or --tokens 1,2,3")
     overrides = {} if args.dtype is None else {"dtype": args.dtype}
     model = from_pretrained(args.model, quiet=True, **overrides)
     config = model.config
@@ -32,9 +35,7 @@ def generate(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise CliError(f"--prompt: {error} (--tokens)") from None
         prompts = [tokenizer.encode(text) for text in args.prompt]
-    prompts += [_numbers(text) for text in args.tokens or ()]
-    if not prompts:
-        raise CliError("nothing to continue: give --prompt TEXT or --tokens 1,2,3")
+    prompts += numbers
     begin = time.perf_counter()
     continued = continue_prompts(
         model,

@@ -65,7 +65,8 @@ def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
     )
     engine, runner = build_engine(model, engine_config)
     sizes = engine.sizes
-    state = "on" if sizes.rule.enabled else f"off: {sizes.spec.reason}"
+    reason = sizes.spec.reason if args.checkpoints else "--no-checkpoints"
+    state = "on" if sizes.rule.enabled else f"off: {reason}"
     out.print(f"cache    {sizes.cache_bytes:,} bytes, blocks of {args.block_size} tokens;")
     out.print(f"         checkpoints inside prompts are {state}")
     if args.warm_up != 0:

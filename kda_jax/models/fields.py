@@ -38,6 +38,8 @@ def _is_finite(x: Any) -> bool:
     return (_is_integer(x) or isinstance(x, float)) and math.isfinite(x)
 
 
+# A model of that many layers is a mistake, and the lists of its layers would fill the memory.
+LAYERS = Kind(lambda x: _is_integer(x) and 1 <= x <= 10_000, "an integer from 1 to 10000")
 COUNT, TOKEN = integer(1), Kind(_is_integer, "an integer")
 FLAG = Kind(lambda x: isinstance(x, bool), "true or false")
 FINITE = Kind(_is_finite, "a finite number")
@@ -50,12 +52,12 @@ TOKENS = Kind(
 
 # By the names of ModelConfig, in the order in which they are checked.
 KINDS: dict[str, Kind] = {
+    "num_hidden_layers": LAYERS,
     **dict.fromkeys(
         (
             "vocab_size",
             "hidden_size",
             "intermediate_size",
-            "num_hidden_layers",
             "linear_num_heads",
             "linear_head_dim",
             "num_attention_heads",

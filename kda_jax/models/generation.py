@@ -50,7 +50,7 @@ def prefill(
       `Outputs` and the cache after the step; see there for the shapes.
 
     Raises:
-      ValueError: tokens or cache does not fit the metadata.
+      ValueError: tokens or cache does not fit the metadata. TypeError: tokens is no array.
       NotImplementedError: the backend cannot run this call.
     """
     _check(tokens, 0, metadata, cache)
@@ -153,6 +153,7 @@ def sample(logits: jax.Array, temperature: float, key: jax.Array | None = None) 
 
     Raises:
       ValueError: the temperature is negative or not finite, or there is one and no key.
+      TypeError: the key is no array.
     """
     _check_temperature(temperature, key)
     if temperature < _GREEDY:
@@ -169,6 +170,8 @@ def _check_temperature(temperature: float, key: jax.Array | None) -> None:
         raise ValueError(f"temperature is {temperature}, want 0 (greedy) or more, and finite")
     if temperature >= _GREEDY and key is None:
         raise ValueError(f"temperature is {temperature} without a key: pass key=jax.random.key(0)")
+    if key is not None and not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"key is {key!r}, want a key: jax.random.key(0)")
 
 
 def generate(
@@ -201,6 +204,7 @@ def generate(
 
     Raises:
       ValueError: a prompt is empty or holds a token outside the vocabulary; or a wrong option.
+      TypeError: a prompt is no sequence of integers, or the key no key.
     """
     _check_prompts(model, prompts, max_new_tokens, step_tokens)
     _check_temperature(temperature, key)
@@ -257,6 +261,8 @@ def _prefill_all(
 
 def _check(tokens: jax.Array, decodes: int, metadata: ChunkMetadata, cache: ModelCache) -> None:
     want = decodes + metadata.capacity.tokens
+    if not hasattr(tokens, "shape"):
+        raise TypeError(f"tokens is a {type(tokens).__name__}, want an int32 array [{want}]")
     if tokens.shape != (want,):
         raise ValueError(
             f"tokens has shape {tokens.shape}, want ({want},): {decodes} decode rows and"
@@ -274,13 +280,22 @@ def _check(tokens: jax.Array, decodes: int, metadata: ChunkMetadata, cache: Mode
 def _check_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, step_tokens: int
 ) -> None:
-    if not prompts:
+    if not len(prompts):
         raise ValueError("prompts is empty, want at least one")
     for name, value in (("max_new_tokens", max_new_tokens), ("step_tokens", step_tokens)):
+        if not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}, want an integer")
         if value < 1:
             raise ValueError(f"{name} is {value}, want at least 1")
     for i, prompt in enumerate(prompts):
+        if np.ndim(prompt) != 1 or isinstance(prompt, str):
+            raise TypeError(
+                f"prompts[{i}] is {prompt!r}, want a sequence of token numbers; a single prompt is"
+                " a list of one: [[1, 2, 3]]"
+            )
         if not len(prompt):
             raise ValueError(f"prompts[{i}] is empty: give it at least one token (e.g. the BOS)")
+        if not np.issubdtype(np.asarray(prompt).dtype, np.integer):
+            raise TypeError(f"prompts[{i}] holds {np.asarray(prompt).dtype}, want integers")
         if min(prompt) < 0 or max(prompt) >= model.config.vocab_size:
             raise ValueError(f"prompts[{i}] holds a token outside 0..{model.config.vocab_size - 1}")

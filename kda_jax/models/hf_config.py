@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import Activation, ModelConfig
-from .fields import COUNT, check, expect, integer, one_of, shown
+from .fields import COUNT, LAYERS, check, expect, integer, one_of, shown
 
 # Fields that keep their name and may be absent.
 _SAME = (
@@ -66,7 +66,7 @@ def from_config(hf_config: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         found = next((alias for alias in aliases if text.get(alias) is not None), None)
         if found is not None:
             fields[name], names[name] = text[found], found
-    expect("num_hidden_layers", text["num_hidden_layers"], COUNT)
+    expect("num_hidden_layers", text["num_hidden_layers"], LAYERS)
     fields |= _linear_fields(text, names)
     fields |= _layer_kinds(text)
     for name, key, default in (
