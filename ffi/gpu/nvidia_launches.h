@@ -26,27 +26,22 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   template <int Stages>
   using SplitMemory = SplitWalkMemory<Staged, K, C, Stages>;
   static constexpr bool kHopper = C == 64;
-  // N rows of V in a block, and as many chunks ahead as fit beside them.
-  static constexpr int hopper_stages(int n) { return n < 64 ? 3 : 2; }
+  // N rows of V in a block, and as many chunks ahead as fit.
+  static constexpr int hopper_stages(int n) { return n == 64 ? 3 : 2; }
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
-  template <int N, bool Packs>
-  static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N), Packs>;
-  template <int N, bool Packs = false>
-  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
-    const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;
-    return launch(kHopperWalk<N, Packs>, HopperUnits<S, N, Packs>::kTurns ? std::min(units, sms) : units,
-                  HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
+  template <int N>
+  static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>;
+  template <int N>
+  static hipError_t hopper_walk(const Problem& p, Stream& stream, const Device& device, int first, int last, bool beside) {
+    const int64_t units = p.N * p.H * (p.V / N), sms = device.multiprocessors;
+    return launch(kHopperWalk<N>, std::min(units, sms), HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream,
+                  Problem(p), first, last, HopperPlan{beside});
   }
-  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
-    return width == 16   ? hopper_walk<16>(p, stream, first, last, plan)
-           : width == 32 ? hopper_walk<32>(p, stream, first, last, plan)
-           : width == 64 ? hopper_walk<64>(p, stream, first, last, plan)
-                         : hopper_walk<kWide, true>(p, stream, first, last, plan);
-  }
-  template <int N, bool Packs = false>
-  static hipError_t allow_hopper() {
-    return allow(kHopperWalk<N, Packs>, sizeof(HopperMemory<N>));
+  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, const Device& device, int first, int last,
+                                bool beside) {
+    return width == 64 ? hopper_walk<64>(p, stream, device, first, last, beside)
+                       : hopper_walk<128>(p, stream, device, first, last, beside);
   }
 
   using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
@@ -81,7 +76,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
       const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
       if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
       double least = 1e30;
-      for (int n = 16; n <= kWide; n *= 2) {
+      for (int n = 64; n <= 128; n *= 2) {
         const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
         if (p.V % n != 0 || others <= 0) continue;
         const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
@@ -104,7 +99,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
     if constexpr (kHopper && kStages) {
       KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
       KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
-      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, device.multiprocessors}));
+      KDA_TRY(hopper_walk(plan.width, p, stream, device, 0, int(p.NC), true));
     }
     return "";
   }
@@ -121,39 +116,22 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
     }
     if constexpr (kHopper) {
       if (device.wgmma) {
-        KDA_TRY(allow_hopper<16>());
-        KDA_TRY(allow_hopper<32>());
-        KDA_TRY(allow_hopper<64>());
-        KDA_TRY((allow_hopper<kNarrow, true>()));
-        KDA_TRY((allow_hopper<kWide, true>()));
+        KDA_TRY(allow(kHopperWalk<64>, sizeof(HopperMemory<64>)));
+        KDA_TRY(allow(kHopperWalk<128>, sizeof(HopperMemory<128>)));
       }
     }
     return "";
   }
 
-  // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
-  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them. Of several
-  // sequences one may be much longer than the others, which only the device knows: it also has narrow blocks to choose.
-  static constexpr int kNarrow = 32, kWide = 128;
+  // On Hopper 64 rows of V in a block, so that a step is short, as long as there is a block for each multiprocessor; else
+  // 128, whose operands are brought once.
   static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
     if constexpr (kHopper) {
       if (device.wgmma) {
-        int width = 16;
-        for (int n = 32; n <= kWide; n *= 2)
-          if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
-        HopperPlan plan{false, 0, device.multiprocessors};
-        if (p.N == 1 || p.N > kOrdered || width < kWide) return hopper_walk(width, p, stream, first, last, plan);
-        // Where there are many sequences even a long one is not what all wait for, and so many blocks that only start
-        // and return take longer than the walk.
-        if (heads * (p.V / kNarrow) <= 4 * sms) {
-          plan.other = kWide;
-          if (hipError_t error = hopper_walk<kNarrow, true>(p, stream, first, last, plan); error != hipSuccess)
-            return error;
-          plan.other = kNarrow;
-        }
-        return hopper_walk<kWide, true>(p, stream, first, last, plan);
+        const int width = p.V % 128 == 0 && heads * (p.V / 64) > sms ? 128 : 64;
+        if (p.V % width == 0) return hopper_walk(width, p, stream, device, first, last, false);
       }
     }
     if constexpr (kSplits) {
