@@ -1,7 +1,7 @@
 // What the blocks of the walk on Hopper (hopper_walk.h) work on: units, each N rows of V of one (sequence, head).
 #pragma once
 
-#include "kernels.h"
+#include "nvidia_tasks.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -28,8 +28,6 @@ KDA_FN HopperUnit same_in_warp(const HopperUnit& u) {
           same_in_warp(u.count), bool(same_in_warp(u.from_start)), bool(same_in_warp(u.ends))};
 }
 
-constexpr int kOrdered = 128;  // sequences; more of them come as they are
-
 // Sequences from the longest to the shortest, and their chunks; in shared memory.
 struct HopperOrder {
   int first[kOrdered], count[kOrdered];
@@ -37,16 +35,9 @@ struct HopperOrder {
 
   template <class S>
   KDA_FN void make(const S& s) {  // by all threads of a block; a barrier follows
-    const int n = int(s.p.N);
-    for (int i = int(threadIdx.x); i < n; i += int(blockDim.x)) {
-      const SeqRow mine = s.seq_row(i);
-      int place = 0;
-      for (int j = 0; j < n; ++j) {
-        const int other = s.seq_row(j).num_chunks;
-        place += other > mine.num_chunks || (other == mine.num_chunks && j < i);
-      }
-      first[place] = mine.first_chunk, count[place] = mine.num_chunks, sequence[place] = uint8_t(i);
-    }
+    order_sequences(s, [&](int place, int i, const SeqRow& row) {
+      first[place] = row.first_chunk, count[place] = row.num_chunks, sequence[place] = uint8_t(i);
+    });
   }
 };
 
