@@ -1,14 +1,12 @@
-// Who carries the state through the walk on Hopper (hopper_walk.h) and makes the outputs: a warpgroup, with 64 rows of V.
-// What one product leaves in registers is, in 16 bits, the next one's left operand as it stands.
+// Who carries the state through the walk on Hopper (hopper_walk.h): a warpgroup, with at most 64 rows of V.
 #pragma once
 
-#include "hopper_lanes.h"
 #include "hopper_memory.h"
 
 namespace kda {
 inline namespace KDA_ISA {
 
-template <class Tiles, class Policy, int K, int C, int N, int Stages>
+template <class Tiles, class Policy, int K, int C, int N, int Stages, bool Packs>
 struct HopperCarrier {
   using S = Schedule<Tiles, Policy, K, C>;
   using W = typename S::W;
@@ -16,169 +14,168 @@ struct HopperCarrier {
   using Decay = typename Policy::Decay;
   using Bounded = typename Policy::Bounded;
   using Memory = HopperWalkMemory<Tiles, K, C, N, Stages>;
-  using Lanes = HopperLanes;
-  using Access = StateAccess<K>;
+  static constexpr int kRows = Memory::kRows;
+  using Lanes = HopperLanes<kRows>;
+  using Access = StateAccess<K, kRows>;
   using Io = typename Tiles::IoType;
   static_assert(C == 64 && Policy::kNarrow, "");
-  static constexpr int NT = C / kTile, KT = K / kTile;
+  static constexpr int NT = C / kTile, KT = K / kTile, M = K / 64, R = kRows / 2;
 
   const S& s;
   Memory& m;
-  const int slice;  // of the block's rows of V, this warp's
+  const int carrier, warp;
 
-  float state[K / 2], x[C / 2], o[C / 2];         // x: r, then v'
-  uint32_t packed[KT][4], left[NT][4];            // the state; r, then v'
-  uint32_t outputs[C / 4];                        // of a chunk, packed
-  int32_t beyond;                                 // first token that fp16 does not hold
-  ChunkRow chunk;
+  // Registers 4 j + 2 i + e of state[a] have a channel of tile(i), of its first or second eight as half(a, i) says:
+  // with two products of 64 channels each has one half of all tiles, so that a lane's channels are near each other.
+  float state[M][R], x[R];  // x: r, then v'
+  // The first token of each slice of V that fp16 does not hold, when there is one.
+  int32_t beyond[Lanes::kBlocks];
 
-  // Sixteen columns of a product as left operand.
-  template <class Pack, int R>
-  static KDA_FN void pack(uint32_t (&to)[4], const float (&d)[R], int step, Pack f) {
+  KDA_FN int tile(int i) const { return M == 2 ? 2 * warp + i : warp; }
+  static KDA_FN int half(int a, int i) { return M == 2 ? a : i; }
+  KDA_FN int place(int a, int i) const { return tile(i) * kTile + 8 * half(a, i) + Lanes::group(); }
+  KDA_FN void barrier() const { asm volatile("bar.sync %0, 128;" ::"r"(carrier + 1) : "memory"); }
+
+  KDA_FN void publish_state() {
     KDA_UNROLL
-    for (int i = 0; i < 4; ++i) to[i] = f(d[8 * step + 2 * i], d[8 * step + 2 * i + 1]);
-  }
-  KDA_FN void pack_state() {
-    KDA_UNROLL
-    for (int t = 0; t < KT; ++t)
-      pack(packed[t], state, t, [](float a, float b) { return Tiles::template pack<Decay>(a, b); });
-  }
-  KDA_FN void pack_x() {
-    uint32_t most = 0;
-    KDA_UNROLL
-    for (int j = 0; j < NT; ++j)
-      pack(left[j], x, j, [&](float a, float b) {
-        const uint32_t both = Tiles::pack_clamped(a, b);
-        asm("{.reg .b32 a;\n\tabs.f16x2 a, %1;\n\tmax.f16x2 %0, %0, a;}" : "+r"(most) : "r"(both));
-        return both;
+    for (int a = 0; a < M; ++a)
+      m.state[carrier].store(2 * tile(0) + half(a, 0), 2 * tile(1) + half(a, 1), [&](int r) {
+        return Tiles::template pack<Decay>(state[a][r], state[a][r + 1]);
       });
-    if ((most & 0xffff) >= 0x7bff || most >> 16 >= 0x7bff) {
-      KDA_UNROLL
-      for (int j = 0; j < C / 8; ++j)
-        KDA_UNROLL
-        for (int i = 0; i < 4; ++i)
-          if (fabsf(x[4 * j + i]) > kLargest) beyond = min(beyond, chunk.first + Lanes::first_token() + Lanes::further(j, i & 1));
-    }
+    wgmma::publish();
+    m.state_ready.arrive();
+    barrier();
   }
   // x starts as v.
   KDA_FN void load_values(int n) {
     m.start_full[n % Stages].wait(n / Stages & 1);
     m.values_full[n % Stages].wait(n / Stages & 1);
     const auto& stage = m.stage[n % Stages];
-    // All of a lane's tokens have the same places changed.
-    const int value = slice * kTile + Lanes::value(0);
-    const uint16_t* from = stage.values + stage.place(Lanes::first_token(), value / 8) + value % 8;
     KDA_UNROLL
-    for (int j = 0; j < C / 8; ++j)
+    for (int i = 0; i < 2; ++i)
       KDA_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + Lanes::further(j, e) * N);
-        x[4 * j + e] = Tiles::template unpack<Io>(pair, 0), x[4 * j + 2 + e] = Tiles::template unpack<Io>(pair, 1);
+      for (int b = 0; b < Lanes::kBlocks; ++b) {
+        const int row = warp * kTile + 2 * Lanes::group() + i, value = carrier * kRows + Lanes::value(b);
+        uint32_t words[Lanes::kWidth / 2];
+        load_words(words, stage.values + stage.place(row, value / 8) + value % 8);
+        KDA_UNROLL
+        for (int c = 0; c < Lanes::kWidth; ++c)
+          x[Lanes::reg(b, c, i)] = Tiles::template unpack<Io>(words[c / 2], c & 1);
       }
   }
-  KDA_FN void pack_outputs() {
-    KDA_UNROLL
-    for (int j = 0; j < C / 8; ++j)
+  // x as right operand.
+  KDA_FN void publish_narrow(RightMatrices<C, kRows>& to, const ChunkRow& chunk) {
+    uint32_t most = 0;
+    to.store(2 * warp, 2 * warp + 1, [&](int r) {
+      const uint32_t packed = Tiles::pack_clamped(x[r], x[r + 1]);
+      asm("{.reg .b32 a;\n\tabs.f16x2 a, %1;\n\tmax.f16x2 %0, %0, a;}" : "+r"(most) : "r"(packed));
+      return packed;
+    });
+    wgmma::publish();
+    if ((most & 0xffff) >= 0x7bff || most >> 16 >= 0x7bff) {
       KDA_UNROLL
-      for (int e = 0; e < 2; ++e)
-        outputs[2 * j + e] = Tiles::template pack<Io>(s.p.scale * o[4 * j + e], s.p.scale * o[4 * j + 2 + e]);
-  }
-  KDA_FN void store_outputs(const ChunkRow& of, const HopperUnit& unit) const {
-    const Problem& p = s.p;
-    auto* to = static_cast<uint16_t*>(p.out) + row_offset(of.first + Lanes::first_token(), unit.head, p.H, p.V) +
-               unit.first_value + slice * kTile + Lanes::value(0);
-    const int64_t stride = hidden(int64_t(p.H) * p.V);
-    KDA_UNROLL
-    for (int tile = 0; tile < NT; ++tile, to += (kTile - 4) * stride)
-      KDA_UNROLL
-      for (int i = 0; i < 4; ++i, to += stride) {  // one after the other: registers
-        if (kTile * tile + Lanes::first_token() + i < of.valid)
-          *reinterpret_cast<uint32_t*>(to) = outputs[2 * (2 * tile + (i & 1)) + (i >> 1)];
-        asm volatile("" : "+l"(to)::"memory");
-      }
+      for (int i = 1; i >= 0; --i)
+        KDA_UNROLL
+        for (int b = 0; b < Lanes::kBlocks; ++b)
+          KDA_UNROLL
+          for (int c = 0; c < Lanes::kWidth; ++c)
+            if (fabsf(x[Lanes::reg(b, c, i)]) > kLargest)
+              beyond[b] = min(beyond[b], chunk.first + warp * kTile + 2 * Lanes::group() + i);
+    }
   }
 
-  // The chunks of a unit from n on; returns the next one's number. The outputs' products fill the time in which the
-  // others' results are packed.
+  // The chunks of a unit from n on; returns the next one's number.
   KDA_FN int walk(const HopperUnit& unit, int n) {
-    const Access access{W::strides(s.p), unit.first_value + slice * kTile};
+    const int first_value = unit.first_value + carrier * kRows;
+    const Access access{W::strides(s.p), first_value, warp, m.scratch(carrier, warp)};
     access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
-    pack_state();
-    beyond = kNone;
+    if (n > 0) m.state_read.wait((n - 1) & 1);
+    publish_state();
+    KDA_UNROLL
+    for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
     load_values(n);
-    const int first = n, end = n + unit.count;
-    ChunkRow before = {};
+    const int end = n + unit.count;
     for (; n < end; ++n) {
-      n = same_in_warp(n);
+      if constexpr (Packs) n = same_in_warp(n);
       const auto& stage = m.stage[n % Stages];
-      chunk = stage.row;
+      const ChunkRow chunk = stage.row;
       wgmma::fence();
       KDA_UNROLL
-      for (int t = 0; t < KT; ++t) wgmma::product<Decay>(x, packed[t], stage.matrix(Layout::kd(0, t)), true);
-      wgmma::commit();
-      if (n > first) store_outputs(before, unit);
-      m.for_outputs_full[n % Stages].wait(n / Stages & 1);
-      wgmma::fence();
-      KDA_UNROLL
-      for (int t = 0; t < KT / 2; ++t)
-        wgmma::product<Decay>(o, packed[t], stage.matrix(Layout::qg(0, t)), t > 0);
+      for (int t = 0; t < KT; ++t)
+        wgmma::product<Decay>(x, stage.left(Layout::kd(0, t)), m.state[carrier].right(t), true);
       wgmma::commit();
       KDA_UNROLL
-      for (int j = 0; j < K / 8; ++j) {
-        const float2 decay = *reinterpret_cast<const float2*>(stage.decay + 8 * j + 2 * Lanes::quarter());
-        state[4 * j] *= decay.x, state[4 * j + 1] *= decay.y, state[4 * j + 2] *= decay.x, state[4 * j + 3] *= decay.y;
+      for (int a = 0; a < M; ++a) {
+        const float decay[2] = {stage.decay[place(a, 0)], stage.decay[place(a, 1)]};
+        KDA_UNROLL
+        for (int r = 0; r < R; ++r) state[a][r] *= decay[r >> 1 & 1];
       }
-      const int4 from_prologue = *reinterpret_cast<const int4*>(stage.beyond);
-      wgmma::wait<1>(x);
+      const int32_t from_prologue = stage.beyond[warp];
+      wgmma::wait<0>(x);
       m.start_empty[n % Stages].arrive();
-      pack_x();
+      publish_narrow(m.residual[carrier], chunk);
+      barrier();
       m.for_state_full[n % Stages].wait(n / Stages & 1);
       wgmma::fence();
       KDA_UNROLL
-      for (int j = 0; j < NT; ++j) wgmma::product<Bounded>(x, left[j], stage.triangle(1, j), j > 0);
+      for (int j = 0; j < NT; ++j)
+        wgmma::product<Bounded>(x, stage.triangle(1, j), m.residual[carrier].right(j), j > 0);
       wgmma::commit();
-      KDA_UNROLL
-      for (int t = KT / 2; t < KT; ++t) wgmma::product<Decay>(o, packed[t], stage.matrix(Layout::qg(0, t)), true);
-      wgmma::commit();
-      wgmma::wait<1>(x);
-      wgmma::keep(left);
-      pack_x();
-      beyond = min(beyond, min(min(from_prologue.x, from_prologue.y), min(from_prologue.z, from_prologue.w)));
+      wgmma::wait<0>(x);
+      if (n > 0) m.delta_read.wait((n - 1) & 1);
+      publish_narrow(m.delta[carrier], chunk);
+      m.delta_ready.arrive();
+      barrier();
       wgmma::fence();
       KDA_UNROLL
-      for (int j = 0; j < NT; ++j) wgmma::product<Bounded>(state, left[j], stage.matrix(Layout::kg(0, j)), true);
+      for (int j = 0; j < NT; ++j)
+        KDA_UNROLL
+        for (int a = 0; a < M; ++a)
+          wgmma::product<Bounded>(state[a], stage.left(Layout::kg(0, j), M * 128).at(128 * a),
+                                  m.delta[carrier].right(j), true);
       wgmma::commit();
-      KDA_UNROLL
-      for (int j = 0; j < NT; ++j) wgmma::product<Bounded>(o, left[j], stage.triangle(0, j), true);
-      wgmma::commit();
-      before = chunk;
       if (n + 1 < end) load_values(n + 1);
-      wgmma::wait<1>(state);
-      wgmma::keep(packed);
+      KDA_UNROLL
+      for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
+      KDA_UNROLL
+      for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
       m.for_state_empty[n % Stages].arrive();
-      if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to);
-      pack_state();
-      wgmma::wait<0>(o);  // in the step that asks for them, else ptxas waits for each product
-      wgmma::keep(left);
-      m.for_outputs_empty[n % Stages].arrive();
-      pack_outputs();
+      if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
+      if (n + 1 < end) {
+        m.state_read.wait(n & 1);
+        publish_state();
+      }
     }
-    store_outputs(before, unit);
-    leave(unit, access);
+    leave(unit, first_value, access);
     return end;
   }
 
  private:
-  KDA_FN void leave(const HopperUnit& unit, const Access& access) const {
-    const int of_v = unit.first_value / kTile + slice;
+  KDA_FN void leave(const HopperUnit& unit, int first_value, const Access& access) {
     float* to = nullptr;
+    unsigned slices = ~0u;
     if (!s.p.in_pool) {
       to = unit.ends ? s.final_state(unit.seq, unit.head, 0) : s.waiting(unit.seq, unit.head, s.slab_last);
     } else {
-      to = s.exit(unit.seq, unit.head, of_v, Tiles::wave_min(beyond) != kNone);
+      // A slice goes on to where it is written or not as a whole, and its warps have met different tokens.
+      slices = 0;
+      for (int i = 0; i < kRows / kTile; ++i) {
+        int any = 0;
+        KDA_UNROLL
+        for (int b = 0; b < Lanes::kBlocks; ++b)
+          any |= Lanes::value(b) / kTile == i && beyond[b] != kNone;
+        asm volatile("{.reg .pred mine, all;\n\tsetp.ne.b32 mine, %0, 0;\n\t"
+                     "barrier.red.or.pred all, %1, 128, mine;\n\tselp.b32 %0, 1, 0, all;}"
+                     : "+r"(any)
+                     : "r"(carrier + 1)
+                     : "memory");
+        if (float* at = s.exit(unit.seq, unit.head, first_value / kTile + i, any)) to = at, slices |= 1u << i;
+      }
     }
-    if (to) access.store(state, to);
-    s.report(beyond, unit.seq, unit.head, of_v);
+    if (to) access.store(state, to, slices);
+    KDA_UNROLL
+    for (int b = 0; b < Lanes::kBlocks; ++b)
+      s.report(beyond[b], unit.seq, unit.head, (first_value + Lanes::value(b)) / kTile);
   }
 };
 

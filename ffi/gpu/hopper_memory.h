@@ -1,6 +1,7 @@
 // What the walk on Hopper (hopper_walk.h) has in shared memory.
 #pragma once
 
+#include "hopper_lanes.h"
 #include "hopper_units.h"
 #include "kernels.h"
 #include "nvidia_async.h"
@@ -27,9 +28,11 @@ struct HopperStage {
   float decay[K];
   int32_t beyond[kBeyondBytes / 4];
   alignas(128) uint16_t values[C * N];
-  alignas(16) ChunkRow row;
+  // For those who carry the state, and for those who make the outputs.
+  alignas(16) ChunkRow row, output_row;
   HopperUnit unit;
   int chunk;
+  int output_head, output_value;  // of the unit: head and first_value; below 0: no more units
 
   KDA_FN void clear() {
     for (int i = int(threadIdx.x); i < kBlock; i += int(blockDim.x))
@@ -63,9 +66,12 @@ struct HopperStage {
     full.copy(first[which], triangles + 2 * which * kBlock, 2 * kBlockBytes);
     full.copy(second[which].x, triangles + (4 + which) * kBlock, kBlockBytes);
   }
-  // v by a warp, 16 bytes each. A load takes 32 bytes of four tokens four apart, which must not meet in the same banks.
+  // v by a warp, 16 bytes each. A load takes rows two apart, which must not meet in the same banks.
   static constexpr int kPieces = N / 8;
-  static KDA_FN int place(int token, int piece) { return (token * kPieces + (piece ^ (token >> 2 & 3) << 1)) * 8; }
+  static KDA_FN int place(int row, int piece) {
+    const int at = row * kPieces + piece;
+    return (N >= 32 ? at ^ (row & 2) << 1 : at) * 8;
+  }
   KDA_FN void fetch_values(const Problem& p, const ChunkRow& chunk, int head, int first) {
     const int lane = int(threadIdx.x) & 31, piece = lane % kPieces;
     int token = lane / kPieces;
@@ -81,40 +87,71 @@ struct HopperStage {
                    : "memory");
     }
   }
-  // A step of sixteen, from its first tile on.
-  KDA_FN wgmma::Matrix matrix(TileAt at) const {
-    return wgmma::Matrix(operands, at.half * int(sizeof(Storage)), 128).at(int(at.offset) * int(sizeof(Storage)));
+  // Left operands, from the tile's first 64 rows.
+  KDA_FN wgmma::Matrix left(TileAt at, int rows = 128) const {
+    return wgmma::Matrix(operands, at.half * int(sizeof(Storage)), rows)
+        .at(int(at.offset) * int(sizeof(Storage)));
   }
   KDA_FN wgmma::Matrix triangle(int which, int j) const {
     return wgmma::Matrix(j < 2 ? first[which] : second[which].zeros, 128, 512).at(j % 2 * 256);
   }
 };
 
-// A warpgroup has 64 rows of V; a fourth of the block's last one brings the operands.
+// A right operand: `Depth` contracted rows of N columns as 8 x 8 matrices, the rows' groups of eight first.
+template <int Depth, int N>
+struct RightMatrices {
+  alignas(128) uint16_t x[N / 8][Depth / 8][64];
+
+  KDA_FN wgmma::Matrix right(int step) const {  // sixteen rows
+    return wgmma::Matrix(x, 128, int(sizeof x[0])).at(256 * step);
+  }
+  // Rows 8 group0.. and 8 group1.. of a product's registers: `pack(r)` of register r and the next.
+  template <class Pack>
+  KDA_FN void store(int group0, int group1, Pack pack) {
+    const int lane = threadIdx.x & 31, row = lane & 7;
+    uint16_t* at = &x[lane >> 4][lane & 8 ? group1 : group0][row * 8];
+    KDA_UNROLL
+    for (int j = 0; j < N / 8; j += 2, at += 2 * (Depth / 8) * 64)
+      wgmma::store_matrices(at, {pack(4 * j), pack(4 * j + 2), pack(4 * j + 4), pack(4 * j + 6)});
+  }
+};
+
+// Whoever carries the state has at most 64 rows of V, so that blocks of 128 have two such warpgroups.
 template <int N>
 struct HopperThreads {
-  static constexpr int kRows = 64, kCarriers = N / kRows, kCarrying = 128 * kCarriers, kAll = kCarrying + 128;
-  // With two warpgroups a thread has registers enough. With three those who bring operands leave some to the others.
+  static constexpr int kRows = N < 64 ? N : 64, kCarriers = N / kRows, kCarrying = 128 * kCarriers, kOutputs = 128;
+  static constexpr int kAll = kCarrying + kOutputs + 128;
+  // With three warpgroups a thread has registers enough. With four those who bring operands leave some to the carriers.
   static constexpr bool kMoves = kCarriers == 2;
-  static constexpr int kCarrierRegisters = 232, kOperandRegisters = 40;
+  static constexpr int kCarrierRegisters = 168, kOperandRegisters = 48;
 };
 
 template <class Tiles, int K, int C, int N, int Stages>
 struct HopperWalkMemory {
   using Threads = HopperThreads<N>;
-  static constexpr int kStages = Stages;
+  static constexpr int kRows = Threads::kRows, kCarriers = Threads::kCarriers, kStages = Stages;
   HopperStage<Tiles, K, C, N> stage[Stages];
+  // Side by side, for products with all rows.
+  RightMatrices<K, kRows> state[kCarriers];
+  RightMatrices<C, kRows> residual[kCarriers], delta[kCarriers];
+  // Of the residuals nobody needs anything while states go to or come from memory: v' has come of all of them.
+  KDA_FN float* scratch(int carrier, int warp) {
+    return reinterpret_cast<float*>(residual[carrier].x) + warp * StateAccess<K, kRows>::kScratch;
+  }
+  static_assert(sizeof(RightMatrices<C, kRows>) >= 4 * StateAccess<K, kRows>::kScratch * sizeof(float), "");
   Barrier known[Stages], start_full[Stages], values_full[Stages], for_state_full[Stages], for_outputs_full[Stages];
   Barrier start_empty[Stages], for_state_empty[Stages], for_outputs_empty[Stages];
+  Barrier state_ready, state_read, delta_ready, delta_read;
   HopperOrder order;
 
   KDA_FN void init() {
     for (int i = 0; i < Stages; ++i) {
-      known[i].init(1), start_full[i].init(1), values_full[i].init(32);
-      for_state_full[i].init(1), for_outputs_full[i].init(1);
+      known[i].init(1), start_full[i].init(1), values_full[i].init(32), for_state_full[i].init(1), for_outputs_full[i].init(1);
       start_empty[i].init(Threads::kCarrying + 2), for_state_empty[i].init(Threads::kCarrying);
-      for_outputs_empty[i].init(Threads::kCarrying);
+      for_outputs_empty[i].init(Threads::kOutputs);
     }
+    state_ready.init(Threads::kCarrying), state_read.init(Threads::kOutputs);
+    delta_ready.init(Threads::kCarrying), delta_read.init(Threads::kOutputs);
     Barrier::fence_init();
   }
 };

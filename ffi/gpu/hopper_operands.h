@@ -74,31 +74,39 @@ struct HopperOperands {
     if (first_lane()) m.start_full[n % Stages].arrive();
   }
 
-  // By one lane: f(stage, its number, chunk, head) for each chunk.
+  // By one lane: f(stage, its number, chunk, unit) for each chunk, and behind the last one.
   template <class F>
   KDA_FN void follow(F f) {
     if (!first_lane()) return;
     for (int n = 0;; ++n) {
       auto& stage = m.stage[n % Stages];
       m.known[n % Stages].wait(n / Stages & 1);
-      const bool more = stage.unit.count > 0;
-      const int chunk = stage.chunk, head = stage.unit.head;
+      const HopperUnit unit = stage.unit;
+      const ChunkRow row = stage.row;
+      const int chunk = stage.chunk;
       m.start_empty[n % Stages].arrive();
-      if (!more) return;
       if (beside) see_other_stores();
-      f(stage, n, chunk, head);
+      f(stage, n, chunk, unit, row);
+      if (unit.count == 0) return;
     }
   }
   KDA_FN void for_outputs() {
-    follow([&](auto& stage, int n, int chunk, int head) {
+    follow([&](auto& stage, int n, int chunk, const HopperUnit& unit, const ChunkRow& row) {
       when_empty(m.for_outputs_empty, n);
-      stage.fetch_for_outputs(s, chunk, head, m.for_outputs_full[n % Stages]);
+      stage.output_row = row, stage.output_value = unit.first_value;
+      stage.output_head = unit.count ? unit.head : -1;
+      Barrier& full = m.for_outputs_full[n % Stages];
+      if (unit.count) {
+        stage.fetch_for_outputs(s, chunk, unit.head, full);
+      } else {
+        full.arrive();
+      }
     });
   }
   KDA_FN void for_state() {
-    follow([&](auto& stage, int n, int chunk, int head) {
+    follow([&](auto& stage, int n, int chunk, const HopperUnit& unit, const ChunkRow&) {
       when_empty(m.for_state_empty, n);
-      stage.fetch_for_state(s, chunk, head, m.for_state_full[n % Stages]);
+      if (unit.count) stage.fetch_for_state(s, chunk, unit.head, m.for_state_full[n % Stages]);
     });
   }
 };

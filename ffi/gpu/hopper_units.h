@@ -1,7 +1,7 @@
 // What the blocks of the walk on Hopper (hopper_walk.h) work on: units, each N rows of V of one (sequence, head).
 #pragma once
 
-#include "nvidia_tasks.h"
+#include "kernels.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -9,10 +9,12 @@ inline namespace KDA_ISA {
 // How a walk is launched.
 struct HopperPlan {
   bool beside;  // the prologue still runs, and says which chunks are there (nvidia_prologue.h)
+  int other;    // 0, or the rows of V in a block of a second launch: one of the two does the work
+  int multiprocessors;
 };
 
 // us for a chunk on an H200, with n rows of V in a block.
-constexpr KDA_FN float hopper_step_time(int n) { return n == 64 ? 0.75f : 1.2f; }
+constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.88f : n == 32 ? 1.05f : n == 64 ? 1.4f : 2.2f; }
 
 struct HopperUnit {
   int seq, head, first_value;  // of V
@@ -28,6 +30,8 @@ KDA_FN HopperUnit same_in_warp(const HopperUnit& u) {
           same_in_warp(u.count), bool(same_in_warp(u.from_start)), bool(same_in_warp(u.ends))};
 }
 
+constexpr int kOrdered = 128;  // sequences; more of them come as they are
+
 // Sequences from the longest to the shortest, and their chunks; in shared memory.
 struct HopperOrder {
   int first[kOrdered], count[kOrdered];
@@ -35,26 +39,41 @@ struct HopperOrder {
 
   template <class S>
   KDA_FN void make(const S& s) {  // by all threads of a block; a barrier follows
-    order_sequences(s, [&](int place, int i, const SeqRow& row) {
-      first[place] = row.first_chunk, count[place] = row.num_chunks, sequence[place] = uint8_t(i);
-    });
+    const int n = int(s.p.N);
+    for (int i = int(threadIdx.x); i < n; i += int(blockDim.x)) {
+      const SeqRow mine = s.seq_row(i);
+      int place = 0;
+      for (int j = 0; j < n; ++j) {
+        const int other = s.seq_row(j).num_chunks;
+        place += other > mine.num_chunks || (other == mine.num_chunks && j < i);
+      }
+      first[place] = mine.first_chunk, count[place] = mine.num_chunks, sequence[place] = uint8_t(i);
+    }
   }
 };
 
-// The units, those of long sequences first: a block takes the next one that nobody has when it is done with one.
-template <class S, int N>
+// The units. With packs those of long sequences come first, and with all rows of V in a block it takes the next one that
+// nobody has when it is done with one. Else a block has one, of which ptxas knows more: each step costs less.
+template <class S, int N, bool Packs>
 struct HopperUnits {
+  static constexpr bool kTurns = Packs && N == 128;
   const S& s;
-  const HopperOrder* order;        // null: as they come
+  const HopperOrder* order;         // for packs, null: as they come
   int upcoming = int(blockIdx.x);  // unit: asked for early, since the answer takes its time
 
+  // The only unit of a block without turns.
+  KDA_FN HopperUnit only() const { return set(int(blockIdx.x)); }
   // By a warp: the next unit.
   KDA_FN HopperUnit next() {
     const int units = int(s.p.N) * s.p.H * (s.p.V / N);
     while (true) {
       const int at = __shfl_sync(~0u, upcoming, 0);
       if (at >= units) return {};
-      if ((threadIdx.x & 31) == 0) upcoming = int(gridDim.x) + atomicAdd(&s.progress().next_unit, 1);
+      if (!kTurns) {
+        upcoming = units;
+      } else if ((threadIdx.x & 31) == 0) {
+        upcoming = int(gridDim.x) + atomicAdd(&s.progress().next_unit, 1);
+      }
       const HopperUnit u = set(at);
       if (u.count > 0) return u;
     }
@@ -67,7 +86,7 @@ struct HopperUnits {
     HopperUnit u;
     u.head = row % p.H, u.first_value = at % parts * N;
     typename S::Range range;
-    if (order) {
+    if (Packs && order) {
       u.seq = order->sequence[place], range = s.range_in_slab(order->first[place], order->count[place]);
     } else {
       u.seq = place, range = s.range_in_slab(place);
@@ -77,6 +96,18 @@ struct HopperUnits {
     return u;
   }
 };
+
+// Whether a walk with n rows of V in a block is through before one with `plan.other`: the longest sequence takes its
+// time, and so does all work on all multiprocessors.
+template <class S>
+KDA_FN bool is_chosen(const S& s, const HopperPlan& plan, int n, int longest) {
+  auto time = [&](int n) {
+    const float all = float(s.p.NC) * float(s.p.H) * float(s.p.V / n) / float(plan.multiprocessors);
+    return hopper_step_time(n) * fmaxf(float(longest), all);
+  };
+  const float mine = time(n), others = time(plan.other);
+  return mine < others || (mine == others && n < plan.other);
+}
 
 }  // namespace KDA_ISA
 }  // namespace kda

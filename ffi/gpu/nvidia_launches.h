@@ -26,22 +26,27 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   template <int Stages>
   using SplitMemory = SplitWalkMemory<Staged, K, C, Stages>;
   static constexpr bool kHopper = C == 64;
-  // N rows of V in a block, and as many chunks ahead as fit.
-  static constexpr int hopper_stages(int n) { return n == 64 ? 3 : 2; }
+  // N rows of V in a block, and as many chunks ahead as fit beside them.
+  static constexpr int hopper_stages(int n) { return n < 64 ? 3 : 2; }
   template <int N>
   using HopperMemory = HopperWalkMemory<Staged, K, C, N, hopper_stages(N)>;
-  template <int N>
-  static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N)>;
-  template <int N>
-  static hipError_t hopper_walk(const Problem& p, Stream& stream, int64_t blocks, int first, int last, bool beside) {
-    const int64_t units = p.N * p.H * (p.V / N);
-    return launch(kHopperWalk<N>, std::min(units, blocks), HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream,
-                  Problem(p), first, last, HopperPlan{beside});
+  template <int N, bool Packs>
+  static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N), Packs>;
+  template <int N, bool Packs = false>
+  static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
+    const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;
+    return launch(kHopperWalk<N, Packs>, HopperUnits<S, N, Packs>::kTurns ? std::min(units, sms) : units,
+                  HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
-  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int64_t blocks, int first, int last,
-                                bool beside) {
-    return width == 64 ? hopper_walk<64>(p, stream, blocks, first, last, beside)
-                       : hopper_walk<128>(p, stream, blocks, first, last, beside);
+  static hipError_t hopper_walk(int width, const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
+    return width == 16   ? hopper_walk<16>(p, stream, first, last, plan)
+           : width == 32 ? hopper_walk<32>(p, stream, first, last, plan)
+           : width == 64 ? hopper_walk<64>(p, stream, first, last, plan)
+                         : hopper_walk<kWide, true>(p, stream, first, last, plan);
+  }
+  template <int N, bool Packs = false>
+  static hipError_t allow_hopper() {
+    return allow(kHopperWalk<N, Packs>, sizeof(HopperMemory<N>));
   }
 
   using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
@@ -53,7 +58,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
-                             int last, PrologueSplit split = {-1, 0, 0, 1}) {
+                             int last, PrologueSplit split = {-1, 0, 0}) {
     const int64_t tasks = int64_t(last - first) * p.H;
     if constexpr (kStages)
       if (stages(p, device))
@@ -64,55 +69,42 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   }
   static int64_t resident(const Device& device) { return kPrologueBlocks * device.multiprocessors; }
 
-  // A walk takes the multiprocessors that it needs as soon as they are free. The prologue leaves them after some rounds,
-  // so that the rest of it is done on the others before the walk is through. Blocks with all rows of V may take several
-  // units in turn; with few for each those of the last ones come too late. `width`: 0, not so.
+  // A walk of one sequence takes the multiprocessors that it needs as soon as they are free. The prologue leaves them
+  // after some rounds, so that the rest of it is done on the others before the walk is through. `width`: 0, not so.
   struct Beside {
-    int width = 0, blocks = 0;
+    int width = 0;
     PrologueSplit split;
   };
   static Beside beside(const Problem& p, const Device& device, int64_t slab) {
     Beside best;
     if constexpr (kHopper && kStages) {
       const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
-      if (!device.wgmma || !stages(p, device) || p.groups > 1 || slab < p.NC || p.N > kOrdered || tasks <= round)
-        return best;
+      if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
       double least = 1e30;
-      auto unit = [&](int n) { return hopper_step_time(n) * double(p.NC) / double(p.N) + kUnitTime; };
-      auto consider = [&](int n, int64_t blocks) {
-        const int64_t units = p.N * p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
-        if (p.V % n != 0 || others <= 0) return;
-        const double walk = unit(n) * double((units + blocks - 1) / blocks);
-        const int64_t rounds = int64_t(std::max(0.0, double(tasks) - walk / kRoundTime * double(others))) / round;
+      for (int n = 16; n <= kWide; n *= 2) {
+        const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
+        if (p.V % n != 0 || others <= 0) continue;
+        const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
+        const int64_t rounds = int64_t(std::max(0.0, double(tasks) - beside)) / round;
         for (int64_t r = std::max(rounds, int64_t(1)); r <= rounds + 1; ++r) {
           const double rest = kRoundTime * double(std::max(tasks - r * round, int64_t(0))) / double(others);
           const double all = kRoundTime * double(r) + std::max(walk, rest);
           if (all >= least) continue;
           least = all;
-          best = {n, int(blocks), {int(std::min(r * round, tasks)), int(sms - blocks), int(sms),
-                                   std::max(1, int(blocks) * n / p.V)}};
+          best = {n, {int(std::min(r * round, tasks)), int(sms - blocks), int(sms)}};
         }
-      };
-      if (p.N == 1) {
-        for (int n = 64; n <= 128; n *= 2) consider(n, p.H * p.V / n);
-      } else {
-        const int64_t units = p.N * p.H * p.V / 128;
-        for (int64_t blocks = 8; blocks <= units / kTurns && blocks < sms; ++blocks) consider(128, blocks);
-        const double apart = kRoundTime * double(tasks) / double(round) + unit(128) * double((units + sms - 1) / sms);
-        if (least > 0.97 * apart) best.width = 0;
       }
     }
     return best;
   }
-  // us on an H200: three tasks of the prologue on one multiprocessor; where a block begins and ends a unit.
-  static constexpr double kRoundTime = 14.5, kUnitTime = 2.5;
-  static constexpr int kTurns = 8;  // of a block, at least
+  // us on an H200: three tasks of the prologue on one multiprocessor.
+  static constexpr double kRoundTime = 14.5;
 
   static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
     if constexpr (kHopper && kStages) {
       KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
       KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
-      KDA_TRY(hopper_walk(plan.width, p, stream, plan.blocks, 0, int(p.NC), true));
+      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, device.multiprocessors}));
     }
     return "";
   }
@@ -129,22 +121,39 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
     }
     if constexpr (kHopper) {
       if (device.wgmma) {
-        KDA_TRY(allow(kHopperWalk<64>, sizeof(HopperMemory<64>)));
-        KDA_TRY(allow(kHopperWalk<128>, sizeof(HopperMemory<128>)));
+        KDA_TRY(allow_hopper<16>());
+        KDA_TRY(allow_hopper<32>());
+        KDA_TRY(allow_hopper<64>());
+        KDA_TRY((allow_hopper<kNarrow, true>()));
+        KDA_TRY((allow_hopper<kWide, true>()));
       }
     }
     return "";
   }
 
-  // On Hopper 64 rows of V in a block, so that a step is short, as long as there is a block for each multiprocessor; else
-  // 128, whose operands are brought once.
+  // As few rows of V in a block as one block for each multiprocessor allows, so that a step is short; with more
+  // blocks than that as many rows as there are, since a chunk's operands are brought once for all of them. Of several
+  // sequences one may be much longer than the others, which only the device knows: it also has narrow blocks to choose.
+  static constexpr int kNarrow = 32, kWide = 128;
   static hipError_t walk(const Problem& p, Stream& stream, const Device& device, int first,
                          int last) {
     const int64_t heads = p.N * p.H, slices = heads * (p.V / kTile), sms = device.multiprocessors;
     if constexpr (kHopper) {
       if (device.wgmma) {
-        const int width = p.V % 128 == 0 && heads * (p.V / 64) > sms ? 128 : 64;
-        if (p.V % width == 0) return hopper_walk(width, p, stream, sms, first, last, false);
+        int width = 16;
+        for (int n = 32; n <= kWide; n *= 2)
+          if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
+        HopperPlan plan{false, 0, device.multiprocessors};
+        if (p.N == 1 || p.N > kOrdered || width < kWide) return hopper_walk(width, p, stream, first, last, plan);
+        // Where there are many sequences even a long one is not what all wait for, and so many blocks that only start
+        // and return take longer than the walk.
+        if (heads * (p.V / kNarrow) <= 4 * sms) {
+          plan.other = kWide;
+          if (hipError_t error = hopper_walk<kNarrow, true>(p, stream, first, last, plan); error != hipSuccess)
+            return error;
+          plan.other = kNarrow;
+        }
+        return hopper_walk<kWide, true>(p, stream, first, last, plan);
       }
     }
     if constexpr (kSplits) {

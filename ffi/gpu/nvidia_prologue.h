@@ -4,7 +4,6 @@
 
 #include "kernels.h"
 #include "nvidia_async.h"
-#include "nvidia_tasks.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -116,6 +115,13 @@ struct InputStage {
 
 constexpr int kPrologueBlocks = 3;  // on a multiprocessor
 
+// How the tasks, (chunk, head)s in order of time, are given away. All blocks take those below `shared` in turn; the rest
+// is for the blocks on `staying` of the multiprocessors, so that the walk may begin on the others. Below 0: no walk waits
+// for any, and all are shared.
+struct PrologueSplit {
+  int shared, staying, multiprocessors;
+};
+
 struct alignas(16) PrologueTask {
   ChunkRow row;  // of sequence -1: none
   int index, chunk, head;
@@ -129,7 +135,6 @@ struct StagedPrologueMemory {
   alignas(128) Rows q, k;
   PrologueTask now, next;  // in memory, since registers are few
   int done_chunk, done_head;
-  TaskOrder order;  // for a walk beside this
   // g is where the decayed keys will be.
   KDA_FN Rows& g() { return reinterpret_cast<Rows&>(shared.keys); }
   static_assert(sizeof(Rows) <= sizeof(Shared::keys), "");
@@ -173,7 +178,6 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
   // Worked out again wherever it is needed: registers are few.
   auto awaited = [&] { return hidden(split.shared) >= 0; };
-  if (awaited()) m.order.make(s, split.group);
   wait_for_previous();
   let_next_start();  // in this order: a walk beside this looks at what the launch before has cleared
   // The multiprocessors that stay are counted from that of block 0, which says where it is; until then all stay.
@@ -183,15 +187,12 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   };
   // By one thread: the task behind m.now, its row on the way.
   auto find_next = [&] {
-    const int all = awaited() ? m.order.start[p.N] : (slab_last - slab_first) * p.H;
-    const int shared = awaited() && split.shared < all ? split.shared : all;
-    int i = m.now.index, chunk = 0, head = 0;
-    do {
-      if (i < shared) i += int(gridDim.x);
-      if (i >= shared) i = awaited() && stays() ? shared + atomicAdd(&s.progress().next_task, 1) : all;
-      chunk = slab_first + i / p.H, head = i % p.H;
-    } while (awaited() && i < all && !m.order.find(s, split.group, i, chunk, head));
-    m.next.index = i, m.next.chunk = chunk, m.next.head = head;
+    const int all = (slab_last - slab_first) * p.H, shared = awaited() ? split.shared : all;
+    int i = m.now.index;
+    if (i < shared) i += int(gridDim.x);
+    if (i >= shared) i = awaited() && stays() ? shared + atomicAdd(&s.progress().next_task, 1) : all;
+    const int chunk = slab_first + i / p.H;
+    m.next.index = i, m.next.chunk = chunk, m.next.head = i % p.H;
     if (i < all) {
       CopyByAll{}.piece(&m.next.row, reinterpret_cast<const ChunkRow*>(p.chunks) + chunk);
     } else {

@@ -1,5 +1,5 @@
-// Hopper's warpgroup products: D += A B with D and A in registers and B in shared memory as 8 x 8 matrices of 128 bytes,
-// not swizzled.
+// Hopper's warpgroup products: D += A B with D in registers and both operands in shared memory as 8 x 8 matrices of
+// 128 bytes, not swizzled.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,9 @@ namespace kda {
 inline namespace KDA_ISA {
 namespace wgmma {
 
-// Where B lies. `contracted` and `other`: bytes from one matrix to the next along the contracted index and along the
-// columns. A matrix has eight contracted elements of a column in 16 bytes.
+// Where an operand lies. `contracted` and `other`: bytes from one matrix to the next along the contracted index
+// and along the rows of A or the columns of B. The matrices of A have eight contracted elements in a row of 16
+// bytes; those of B have eight columns in a row.
 struct Matrix {
   uint32_t low, high;
   KDA_FN Matrix(const void* p, int contracted, int other)
@@ -50,13 +51,12 @@ KDA_FN void wait(float (&d)[R]) {
 #define KDA_F16(i) KDA_F8(i), KDA_F8(i + 8)
 #define KDA_F32(i) KDA_F16(i), KDA_F16(i + 16)
 #define KDA_F64(i) KDA_F32(i), KDA_F32(i + 32)
-// All of A are the four registers that hold sixteen contracted columns of a warp's rows; B has rows of contracted elements.
-#define KDA_WGMMA(N, TYPE, D, A0, A1, A2, A3, B, ADD, ...)                                              \
-  asm volatile("{.reg .pred add;\n\tsetp.ne.b32 add, " ADD ", 0;\n\t"                                  \
-               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, {" A0 ", " A1     \
-               ", " A2 ", " A3 "}, " B ", add, 1, 1, 0;}"                                                \
-               : __VA_ARGS__                                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(int(add)))
+#define KDA_WGMMA(N, TYPE, D, A, B, ADD, ...)                                                    \
+  asm volatile("{.reg .pred add;\n\tsetp.ne.b32 add, " ADD ", 0;\n\t"                            \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, " A ", " B \
+               ", add, 1, 1, 0, 1;}"                                                             \
+               : __VA_ARGS__                                                                     \
+               : "l"(a.descriptor()), "l"(b.descriptor()), "r"(int(add)))
 #define KDA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define KDA_D16 KDA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define KDA_D32                                                                              \
@@ -65,15 +65,19 @@ KDA_FN void wait(float (&d)[R]) {
   KDA_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
           "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// 64 rows, 2 R columns, sixteen contracted. `add`: to what D holds. Until this is waited for nobody may change `a`.
+// 64 rows, 2 R columns, sixteen contracted. `add`: to what D holds.
 template <class Op, int R>
-KDA_FN void product(float (&d)[R], const uint32_t (&a)[4], Matrix b, bool add) {
-  static_assert(R == 32 || R == 64, "");
-#define KDA_SIZES(TYPE)                                                                                       \
-  if constexpr (R == 32) {                                                                                    \
-    KDA_WGMMA("64", TYPE, KDA_D32, "%32", "%33", "%34", "%35", "%36", "%37", KDA_F32(0));                     \
-  } else {                                                                                                    \
-    KDA_WGMMA("128", TYPE, KDA_D64, "%64", "%65", "%66", "%67", "%68", "%69", KDA_F64(0));                    \
+KDA_FN void product(float (&d)[R], Matrix a, Matrix b, bool add) {
+  static_assert(R == 8 || R == 16 || R == 32 || R == 64, "");
+#define KDA_SIZES(TYPE)                                                   \
+  if constexpr (R == 8) {                                                 \
+    KDA_WGMMA("16", TYPE, KDA_D8, "%8", "%9", "%10", KDA_F8(0));          \
+  } else if constexpr (R == 16) {                                         \
+    KDA_WGMMA("32", TYPE, KDA_D16, "%16", "%17", "%18", KDA_F16(0));      \
+  } else if constexpr (R == 32) {                                         \
+    KDA_WGMMA("64", TYPE, KDA_D32, "%32", "%33", "%34", KDA_F32(0));      \
+  } else {                                                                \
+    KDA_WGMMA("128", TYPE, KDA_D64, "%64", "%65", "%66", KDA_F64(0));     \
   }
   if constexpr (std::is_same_v<Op, BF16>) {
     KDA_SIZES("bf16")
@@ -81,12 +85,6 @@ KDA_FN void product(float (&d)[R], const uint32_t (&a)[4], Matrix b, bool add) {
     KDA_SIZES("f16")
   }
 #undef KDA_SIZES
-}
-// What a product that has been waited for read.
-template <int Steps>
-KDA_FN void keep(const uint32_t (&a)[Steps][4]) {
-  KDA_UNROLL
-  for (int i = 0; i < Steps; ++i) asm volatile("" ::"r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]) : "memory");
 }
 
 #undef KDA_F8
@@ -98,6 +96,14 @@ KDA_FN void keep(const uint32_t (&a)[Steps][4]) {
 #undef KDA_D16
 #undef KDA_D32
 #undef KDA_D64
+
+// Four 8 x 8 matrices from the registers where a product leaves them; a lane names a row of one.
+KDA_FN void store_matrices(void* row, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
 
 }  // namespace wgmma
 }  // namespace KDA_ISA
