@@ -94,7 +94,10 @@ __global__ void __launch_bounds__(HopperThreads<N>::kAll, 1)
   const bool ordered = Packs && p.N <= kOrdered;
   if (ordered) m.order.make(s);
   __syncthreads();
-  if (Packs && plan.other && !is_chosen(s, plan, N, m.order.count[0])) return;
+  if (Packs && plan.other && !is_chosen(s, plan, N, m.order.count[0])) {
+    wait_for_previous();  // who waits for this launch waits for that one
+    return;
+  }
   const Units units{s, ordered ? &m.order : nullptr};
   HopperUnit only = {};
   if constexpr (!Packs) only = units.only();

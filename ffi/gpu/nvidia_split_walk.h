@@ -37,7 +37,10 @@ __global__ void __launch_bounds__(2 * C / kTile * Tiles::kWave, 1)
   const int head = int(row % p.H);
   const typename S::Range range = s.range_in_slab(seq);
   const int first = int(range.first), count = int(range.last - range.first);
-  if (count <= 0) return;
+  if (count <= 0) {
+    after_previous();  // who waits for this launch waits for that one
+    return;
+  }
 
   m.ring.init();
   after_previous();
