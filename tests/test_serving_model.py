@@ -283,13 +283,16 @@ def test_a_seed_draws_the_same_whatever_else_runs(model: Any) -> None:
     reason="XLA of jaxlib 0.10 drops optimization barriers on the CPU before it fuses, and copies",
 )
 @pytest.mark.parametrize("backend", ["chunked", FUSED])
-@pytest.mark.parametrize("tokens", [0, 60])
-def test_no_step_copies_a_pool(backend: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "block_size"),
+    [(0, 64), (60, 64), (0, 1024), pytest.param(60, 1024, marks=pytest.mark.slow)],
+)
+def test_no_step_copies_a_pool(backend: str, tokens: int, block_size: int) -> None:
     """Decodes alone and a mixed step: what XLA needs beside its arguments is far below a pool."""
     model = random_model(k3(2, num_experts=0, moe_intermediate_size=0), backend=backend)
     config = EngineConfig(
-        max_model_len=512,
-        block_size=64,
+        max_model_len=max(512, 2 * block_size),
+        block_size=block_size,
         budget=66,
         max_requests=2,
         max_prefills=1,

@@ -60,14 +60,14 @@ def decode_attention(
     Returns:
       [D, H, value_dim] in float32 (float64 for a float64 q); zeros where the length is 0.
     """
-    blocks, per_page = _key_blocks(pages)
-    size = blocks.shape[1]
+    size, per_page = _key_blocks(pages)
 
     def attend(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         page = lax.dynamic_index_in_dim(table, block // per_page, axis=1, keepdims=False)
         seen = block * size + jnp.arange(size) < length[:, None]
         # A row that nobody sees may hold anything, and 0 times NaN is NaN.
-        keys = jnp.where(seen[..., None], blocks[page * per_page + block % per_page], 0)
+        keys = jax.vmap(lambda one: _keys(pages, one, block % per_page, size))(page)
+        keys = jnp.where(seen[..., None], keys, 0)
         return _attend(carry, q, keys, seen[:, None], "dhc,dsc->dhs", scale, value_dim)
 
     needed = -(-jnp.max(length, initial=0) // size)
@@ -105,8 +105,7 @@ def prefill_attention(
     """
     T, H, C = q.shape
     chunk_size = metadata.chunk_size
-    blocks, per_page = _key_blocks(pages)
-    size = blocks.shape[1]
+    size, per_page = _key_blocks(pages)
     seqs, chunks = jnp.asarray(metadata.seqs), jnp.asarray(metadata.chunks)
     step = jnp.arange(chunk_size)
 
@@ -117,10 +116,7 @@ def prefill_attention(
         last = position[0] + rows - 1
 
         def attend(carry: tuple[jax.Array, ...], block: jax.Array) -> tuple[jax.Array, ...]:
-            page = table[sequence, block // per_page]
-            keys = lax.dynamic_index_in_dim(
-                blocks, page * per_page + block % per_page, keepdims=False
-            )
+            keys = _keys(pages, table[sequence, block // per_page], block % per_page, size)
             key = block * size + jnp.arange(size)
             keys = jnp.where((key <= last)[:, None], keys, 0)
             seen = (key <= position[:, None]) & (step < rows)[:, None]
@@ -153,10 +149,16 @@ def _divisor(rows: int) -> int:
     return max(n for n in range(1, min(rows, _KEY_BLOCK) + 1) if rows % n == 0)
 
 
-def _key_blocks(pages: jax.Array) -> tuple[jax.Array, int]:
-    """Pages [P, B, C] as blocks [P * n, B / n, C] of at most _KEY_BLOCK rows, and n."""
-    per_page = pages.shape[1] // _divisor(pages.shape[1])
-    return pages.reshape(-1, pages.shape[1] // per_page, pages.shape[2]), per_page
+def _key_blocks(pages: jax.Array) -> tuple[int, int]:
+    """Of pages [P, B, C]: rows of a key block, at most _KEY_BLOCK, and how many a page has."""
+    size = _divisor(pages.shape[1])
+    return size, pages.shape[1] // size
+
+
+def _keys(pages: jax.Array, page: jax.Array, block: jax.Array, size: int) -> jax.Array:
+    """A key block [size, C] of a page. Cut out of the pages as they are: with a reshape of all of
+    them XLA's CPU copies them for the loop."""
+    return lax.dynamic_slice(pages, (page, block * size, 0), (1, size, pages.shape[2]))[0]
 
 
 def _nothing(q: jax.Array, value_dim: int) -> tuple[jax.Array, ...]:
