@@ -38,6 +38,7 @@ def test_generate_continues_prompts(saved, capsys):
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].startswith("model    KimiK3: 1 layers, ")
+    assert lines.pop(1).startswith("backend  scan: ")
     assert lines[1] == "prompt 0  2 tokens, 2 new" and "prompt 1  2 tokens, 2 new" in lines
     numbers = [int(n) for n in lines[-2].split(",")]  # the same prompt, given as numbers
     assert bytes(numbers).decode(errors="replace").splitlines() == lines[2:-3]

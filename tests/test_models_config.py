@@ -99,6 +99,7 @@ ERRORS = [
     (linear(full_attn_layers=["2"]), "full_attn_layers holds '2', want layers from 1 to 3"),
     (linear(kda_layers=[1, 4]), "linear_attn_config.kda_layers holds 4, want layers from 1 to 3"),
     (linear(kda_layers=[1, 2]), "name 3 layers, want each of 1..3 once"),
+    (linear(kda_layers=[]), "name 1 layers, want each of 1..3 once"),
     (linear(num_heads=-2), f"linear_attn_config.num_heads is -2, {COUNT}"),
     (linear(head_dim="8"), f"linear_attn_config.head_dim is '8', {COUNT}"),
     (linear(gate_lower_bound=-6), "linear_attn_config.gate_lower_bound is -6, want a number in"),

@@ -112,6 +112,9 @@ def test_generate_errors(model, prompts, options, message):
     [
         ([1, 2], {}, r"prompts\[0\] is 1, want a sequence of token numbers; a single prompt is"),
         (["12"], {}, r"prompts\[0\] is '12', want a sequence"),
+        ("12", {}, "prompts is text, '12': want token numbers"),
+        (None, {}, "prompts is None, want a list of sequences"),
+        ([[1]], {"max_new_tokens": True}, "max_new_tokens is True, want an integer"),
         ([[1.5]], {}, r"prompts\[0\] holds float64, want integers"),
         ([[1]], {"max_new_tokens": "3"}, "max_new_tokens is '3', want an integer"),
         ([[1]], {"temperature": 1.0, "key": 0}, "key is 0, want a key"),
@@ -120,3 +123,9 @@ def test_generate_errors(model, prompts, options, message):
 def test_generate_refuses_other_types(model, prompts, options, message):
     with pytest.raises(TypeError, match=message):
         models.generate(model, prompts, **{"max_new_tokens": 1} | options)
+
+
+def test_generate_takes_numpy_integers(model):
+    want = models.generate(model, [[5, 6]], 2)
+    got = models.generate(model, np.array([[5, 6]]), np.int64(2), step_tokens=np.int32(8))
+    assert got == want

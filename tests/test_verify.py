@@ -238,10 +238,12 @@ def test_what_is_not_supported_is_reported_and_fails_nothing(
 ) -> None:
     status = native.NativeStatus(reasons={"cpu": "it is not built"})
     monkeypatch.setattr(native, "status", lambda: status)
-    report = verify.run([CPU], backends=["fused"])
+    report = verify.run([CPU], backends=["fused", "scan"])
     assert report["passed"]
-    (result,) = report["devices"][0]["results"]
+    result = report["devices"][0]["results"][0]
     assert (result["status"], result["detail"]) == ("unsupported", "it is not built")
+    # Alone it shows nothing, which is no pass.
+    assert not verify.run([CPU], backends=["fused"])["passed"]
 
 
 def test_a_gpu_without_its_kernel_does_not_pass(few: None, monkeypatch: pytest.MonkeyPatch) -> None:

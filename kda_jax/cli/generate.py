@@ -12,6 +12,8 @@ from ..models import generate as continue_prompts
 from ..models.sizes import parameter_count
 from ..models.tokenizer import load_tokenizer
 from . import screen
+from .backend import text as backend_text
+from .backend import which
 from .errors import CliError
 
 
@@ -28,6 +30,8 @@ def generate(args: argparse.Namespace) -> int:
         f"model    {type(model).__name__}: {config.num_hidden_layers} layers,"
         f" {parameter_count(model):,} parameters, {config.dtype}"
     )
+    asked = args.backend or config.backend
+    out.print(f"backend  {backend_text(asked, which(config.kda, asked))}")
     prompts, tokenizer = [], None
     if args.prompt:
         try:

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from ..backends import supports
 from ..layer import KDALayerConfig
 from ..metadata import ChunkMetadata
 from ..types import KDAResult
 from . import documents as docs
 from . import screen, states_file
-from .errors import CliError, check_output
+from .backend import text, which
+from .errors import check_output
 from .measure import median_seconds, relative_error
 from .model import Model
 
@@ -62,8 +62,7 @@ def prefill(args: argparse.Namespace) -> int:
         f"layer    hidden {config.hidden}, {config.heads} heads x {config.head_dim},"
         f" {config.dtype}, seed {args.seed}"
     )
-    asked = "" if args.backend == support.backend else f"{args.backend} -> "
-    out.print(f"backend  {asked}{support.backend}: {support.reason}")
+    out.print(f"backend  {text(args.backend, support)}")
     if args.save:
         states_file.save(args.save, model, batch, metadata, states, args.backend)
         out.print(f"saved    {args.save}", soft_wrap=True)
@@ -73,23 +72,6 @@ def prefill(args: argparse.Namespace) -> int:
         plot(args.plot, model, batch)
         out.print(f"plot     {args.plot}", soft_wrap=True)
     return 0
-
-
-def which(config: KDALayerConfig, backend: str, *, checkpoints: bool):  # type: ignore[no-untyped-def]
-    """The backend that a call goes to and why (backends.Support), or an error that says why not."""
-    support = supports(
-        backend,
-        dtype=config.dtype,
-        K=config.head_dim,
-        V=config.head_dim,
-        H=config.heads,
-        lower_bound=config.lower_bound,
-        chunk_size=docs.CHUNK_SIZE,
-        checkpoints=checkpoints,
-    )
-    if not support:
-        raise CliError(f"--backend {backend}: {support.reason} (see `python -m kda_jax doctor`)")
-    return support
 
 
 def _errors(

@@ -10,10 +10,10 @@ import jax
 from ..layer import KDACache, KDAState
 from . import documents as docs
 from . import screen, states_file
+from .backend import which
 from .errors import CliError
 from .measure import relative_error
 from .model import Model
-from .prefill import which
 from .states_file import Saved
 
 # Limits on the relative error of (out, recurrent state) between two float32 or two half-precision

@@ -16,6 +16,8 @@ from ..models.tokenizer import load_tokenizer
 from ..serving import EngineConfig, build_engine, warm
 from ..serving.http import Server, Service
 from . import screen
+from .backend import text as backend_text
+from .backend import which
 from .errors import CliError
 
 _BYTES_OF_A_TOKEN = 64  # of a request body, at most: a token number with its comma is far less
@@ -65,8 +67,11 @@ def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
     )
     engine, runner = build_engine(model, engine_config)
     sizes = engine.sizes
-    reason = sizes.spec.reason if args.checkpoints else "--no-checkpoints"
+    reason = sizes.spec.reason
+    if not (args.checkpoints and args.cache_bytes):
+        reason = "--cache-bytes 0" if args.checkpoints else "--no-checkpoints"
     state = "on" if sizes.rule.enabled else f"off: {reason}"
+    out.print(f"backend  {backend_text(args.backend, which(config.kda, args.backend))}")
     out.print(f"cache    {sizes.cache_bytes:,} bytes, blocks of {args.block_size} tokens;")
     out.print(f"         checkpoints inside prompts are {state}")
     if args.warm_up != 0:

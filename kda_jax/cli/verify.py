@@ -80,6 +80,8 @@ def _print(out: Console, report: dict[str, Any]) -> None:
         _print_problems(out, device["results"])
     failed = sum(device["counts"]["fail"] for device in report["devices"])
     verdict = "every supported call is right" if report["passed"] else f"{failed} checks FAILED"
+    if not (failed or report["passed"]):
+        verdict = "nothing was checked: no backend here supports any of the calls"
     out.print(f"{verdict} (jax {jax.__version__}, {report['seconds']} s)")
 
 

@@ -207,6 +207,7 @@ def generate(
       TypeError: a prompt is no sequence of integers, or the key no key.
     """
     _check_prompts(model, prompts, max_new_tokens, step_tokens)
+    max_new_tokens, step_tokens = int(max_new_tokens), int(step_tokens)
     _check_temperature(temperature, key)
     ends = np.asarray(model.config.eos_token_id if eos is None else eos, np.int32)
     longest = max(map(len, prompts)) + max_new_tokens
@@ -280,10 +281,14 @@ def _check(tokens: jax.Array, decodes: int, metadata: ChunkMetadata, cache: Mode
 def _check_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, step_tokens: int
 ) -> None:
+    if isinstance(prompts, str | bytes):
+        raise TypeError(f"prompts is text, {prompts!r}: want token numbers; a tokenizer makes them")
+    if not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
+        raise TypeError(f"prompts is {prompts!r}, want a list of sequences of token numbers")
     if not len(prompts):
         raise ValueError("prompts is empty, want at least one")
     for name, value in (("max_new_tokens", max_new_tokens), ("step_tokens", step_tokens)):
-        if not isinstance(value, int | np.integer):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"{name} is {value!r}, want an integer")
         if value < 1:
             raise ValueError(f"{name} is {value}, want at least 1")

@@ -149,7 +149,8 @@ def _layer_kinds(text: Mapping[str, Any]) -> dict[str, Any]:
             _from_one(f"linear_attn_config.{name}", _value(linear, name, []), count)
             for name in ("full_attn_layers", "kda_layers")
         )
-        if kda and (len(full + kda) != count or len({*full, *kda}) != count):
+        listed = linear.get("kda_layers") is not None
+        if listed and (len(full + kda) != count or len({*full, *kda}) != count):
             raise ValueError(
                 f"linear_attn_config: kda_layers and full_attn_layers name {len(full + kda)}"
                 f" layers, want each of 1..{count} once (num_hidden_layers)"

@@ -77,7 +77,8 @@ def run(
       on_result: called after each check with the device and the result.
 
     Returns:
-      A JSON-ready report: ``passed``, and for each device what it is and all its results.
+      A JSON-ready report: ``passed``, and for each device what it is and all its results. Where no
+      backend can run any check, nothing has been shown, and it has not passed.
     """
     devices = all_devices() if devices is None else list(devices)
     found: list[list[Result]] = [[] for _ in devices]
@@ -87,7 +88,8 @@ def run(
         if on_result:
             on_result(devices[step.device], result)
     reports = [_device(d, results) for d, results in zip(devices, found, strict=True)]
-    return {"passed": all(each["passed"] for each in reports), "devices": reports}
+    ran = any(each["counts"]["pass"] for each in reports)
+    return {"passed": ran and all(each["passed"] for each in reports), "devices": reports}
 
 
 def steps(devices: Sequence[Any], backends: Sequence[str] = BACKENDS) -> list[Step]:
