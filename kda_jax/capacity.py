@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,27 @@ class Capacity:
         Tokens go to the next of 64, 96, 128, 192, 256, ...; sequences and checkpoints to a power
         of two (no checkpoints stay none). The chunks follow from these: no packing of that many
         sequences and checkpoints needs more, so they never make a bucket of their own.
+
+        Raises:
+          TypeError: a size is no integer. ValueError: a chunk size that no kernel has.
         """
         check_chunk_size(chunk_size)
+        tokens = _integer("tokens", tokens)
+        sequences = _integer("sequences", sequences)
+        checkpoints = _integer("checkpoints", checkpoints)
         power = max(64, _next_power_of_two(tokens))
         if power > 64 and tokens <= 3 * power // 4:
             power = 3 * power // 4
         sequences = _next_power_of_two(sequences)
         checkpoints = _next_power_of_two(checkpoints) if checkpoints else 0
         return cls(power, sequences, power // chunk_size + sequences + checkpoints, checkpoints)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, want an integer") from None
 
 
 def _next_power_of_two(n: int) -> int:

@@ -126,6 +126,9 @@ def test_buckets_hold_any_mix_and_are_few() -> None:
     assert Capacity.bucket(1, 1) == Capacity(64, 1, 2, 0)
     assert Capacity.bucket(65, 3, 5) == Capacity(96, 4, 13, 8)
     assert Capacity.bucket(97, 3).tokens == 128
+    assert Capacity.bucket(np.int64(97), np.int32(3)) == Capacity.bucket(97, 3)
+    with pytest.raises(TypeError, match=r"tokens is 64\.5, want an integer"):
+        Capacity.bucket(64.5, 1)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(50):

@@ -39,7 +39,9 @@ class Client:
     """An OpenAI-compatible server."""
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
-        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout)
+        # OpenAI's clients are given the address with its version.
+        base = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(base_url=base, timeout=timeout)
         entries = self._json("GET", "/v1/models").get("data") or [{}]
         if model is not None:
             entries = [entry for entry in entries if entry.get("id") == model]
