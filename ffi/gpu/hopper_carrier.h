@@ -28,8 +28,8 @@ struct HopperCarrier {
   // Registers 4 j + 2 i + e of state[a] have a channel of tile(i), of its first or second eight as half(a, i) says:
   // with two products of 64 channels each has one half of all tiles, so that a lane's channels are near each other.
   float state[M][R], x[R];  // x: r, then v'
-  uint32_t values[2][Lanes::kBlocks][Lanes::kWidth / 2];  // of the next chunk
-  // For each slice of V the first token of a chunk of which fp16 does not hold all, when there is one.
+  uint32_t values[2][Lanes::kBlocks][Lanes::kWidth / 2];  // of the next chunk, which x starts as
+  // The first token of each slice of V that fp16 does not hold, when there is one.
   int32_t beyond[Lanes::kBlocks];
 
   KDA_FN int tile(int i) const { return M == 2 ? 2 * warp + i : warp; }
@@ -69,7 +69,7 @@ struct HopperCarrier {
           x[Lanes::reg(b, c, i)] = Tiles::template unpack<Io>(values[i][b][c / 2], c & 1);
   }
   // x as right operand.
-  KDA_FN void publish_narrow(RightMatrices<C, kRows>& to, int32_t first) {
+  KDA_FN void publish_narrow(RightMatrices<C, kRows>& to, const ChunkRow& chunk) {
     uint32_t most = 0;
     to.store(2 * warp, 2 * warp + 1, [&](int r) {
       const uint32_t packed = Tiles::pack_clamped(x[r], x[r + 1]);
@@ -77,11 +77,15 @@ struct HopperCarrier {
       return packed;
     });
     wgmma::publish();
-    // What has become the largest of fp16 may have been that before, too.
-    constexpr uint32_t kMost = 0x7bff;
-    if ((most & 0xffff) >= kMost || most >> 16 >= kMost) {
+    if ((most & 0xffff) >= 0x7bff || most >> 16 >= 0x7bff) {
       KDA_UNROLL
-      for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], first);
+      for (int i = 1; i >= 0; --i)
+        KDA_UNROLL
+        for (int b = 0; b < Lanes::kBlocks; ++b)
+          KDA_UNROLL
+          for (int c = 0; c < Lanes::kWidth; ++c)
+            if (fabsf(x[Lanes::reg(b, c, i)]) > kLargest)
+              beyond[b] = min(beyond[b], chunk.first + warp * kTile + 2 * Lanes::group() + i);
     }
   }
 
@@ -90,30 +94,16 @@ struct HopperCarrier {
     const int first_value = unit.first_value + carrier * kRows;
     const Access access{W::strides(s.p), first_value, warp, m.scratch(carrier, warp)};
     access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
+    if (n > 0) m.state_read.wait((n - 1) & 1);
+    publish_state();
     KDA_UNROLL
     for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
     m.start_full[n % Stages].wait(n / Stages & 1);
     m.values_full[n % Stages].wait(n / Stages & 1);
-    load_values(n);
-    for (const int end = n + unit.count; n < end;) {
-      const int checkpoint = until_checkpoint(n, end);
-      if (float* to = s.checkpoint_state(checkpoint, unit.head)) access.store(state, to, ~0u);
-    }
-    leave(unit, first_value, access);
-    return n;
-  }
-
- private:
-  // Chunks n.. until one has a checkpoint, which is returned, or there are no more. Checkpoints are seldom: their code is
-  // not in the way of the rest. Whether what a step waits for has come is asked early.
-  KDA_FN int until_checkpoint(int& n, int end) {
-    int checkpoint;
-    bool state_read = false;
-    while (true) {
-      if (n > 0 && !state_read) m.state_read.wait((n - 1) & 1);
-      publish_state();
-      start_x();
-      if constexpr (Packs) n = same_in_warp(n), end = same_in_warp(end);
+    load_values(n), start_x();
+    const int end = n + unit.count;
+    for (; n < end; ++n) {
+      if constexpr (Packs) n = same_in_warp(n);
       const auto& stage = m.stage[n % Stages];
       const ChunkRow chunk = stage.row;
       wgmma::fence();
@@ -131,11 +121,10 @@ struct HopperCarrier {
         KDA_UNROLL
         for (int r = 0; r < R; ++r) state[a][r] *= decay[r >> 1 & 1];
       }
-      checkpoint = same_in_warp(chunk.checkpoint);
       const int32_t from_prologue = stage.beyond[warp];
       wgmma::wait<0>(x);
       m.start_empty[n % Stages].arrive();
-      publish_narrow(m.residual[carrier], chunk.first);
+      publish_narrow(m.residual[carrier], chunk);
       barrier();
       if (!for_state) m.for_state_full[n % Stages].wait(n / Stages & 1);
       wgmma::fence();
@@ -147,7 +136,7 @@ struct HopperCarrier {
       if (come) load_values(next);
       wgmma::wait<0>(x);
       if (n > 0 && !delta_read) m.delta_read.wait((n - 1) & 1);
-      publish_narrow(m.delta[carrier], chunk.first);
+      publish_narrow(m.delta[carrier], chunk);
       m.delta_ready.arrive();
       barrier();
       wgmma::fence();
@@ -158,22 +147,30 @@ struct HopperCarrier {
           wgmma::product<Bounded>(state[a], stage.left(Layout::kg(0, j), M * 128).at(128 * a),
                                   m.delta[carrier].right(j), true);
       wgmma::commit();
-      state_read = m.state_read.test(n & 1);
+      const bool state_read = m.state_read.test(n & 1);
       if (!come && next < end) {
         m.start_full[next % Stages].wait(parity);
         m.values_full[next % Stages].wait(parity);
         load_values(next);
       }
+      if (next < end) start_x();
       KDA_UNROLL
       for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
       KDA_UNROLL
       for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
       m.for_state_empty[n % Stages].arrive();
-      n = next;
-      if (n == end || checkpoint >= 0) return checkpoint;
+      if (chunk.checkpoint >= 0)
+        if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
+      if (next < end) {
+        if (!state_read) m.state_read.wait(n & 1);
+        publish_state();
+      }
     }
+    leave(unit, first_value, access);
+    return end;
   }
 
+ private:
   KDA_FN void leave(const HopperUnit& unit, int first_value, const Access& access) {
     float* to = nullptr;
     unsigned slices = ~0u;
