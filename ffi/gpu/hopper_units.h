@@ -14,7 +14,7 @@ struct HopperPlan {
 };
 
 // us for a chunk on an H200, with n rows of V in a block.
-constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.75f : n == 32 ? 0.9f : n == 64 ? 1.25f : 2.1f; }
+constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.88f : n == 32 ? 1.05f : n == 64 ? 1.4f : 2.2f; }
 
 struct HopperUnit {
   int seq, head, first_value;  // of V
