@@ -248,6 +248,20 @@ def test_plot(docs, tmp_path, capsys, monkeypatch):
     )
 
 
+def test_plot_without_matplotlib_is_said_before_the_work(docs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "kda_jax.cli.plot", raising=False)
+    save = tmp_path / "states.safetensors"
+    one_line_error(
+        capsys,
+        ["prefill", str(docs / "a.txt"), "--plot", str(tmp_path / "p.png"), "--save", str(save)],
+        "'matplotlib'",
+        "pip install 'kda-jax[plot]'",
+    )
+    assert not save.exists()
+
+
 def test_as_a_process(docs, tmp_path):
     """The module entry, plain output at 80 columns, silence on stderr, exit codes."""
     root = Path(__file__).resolve().parent.parent

@@ -25,6 +25,10 @@ def prefill(args: argparse.Namespace) -> int:
     batch = [docs.read(path) for path in args.files]
     check_output("--save", args.save, args.files)
     check_output("--plot", args.plot, [*args.files, *filter(None, [args.save])])
+    if args.plot:
+        from .plot import (
+            plot,
+        )  # matplotlib only where it is used; missing, it is said before the work
     tokens, metadata = docs.pack(batch, args.checkpoint_every)
     config = KDALayerConfig(
         hidden=args.hidden,
@@ -67,8 +71,6 @@ def prefill(args: argparse.Namespace) -> int:
         states_file.save(args.save, model, batch, metadata, states, args.backend)
         out.print(f"saved    {args.save}", soft_wrap=True)
     if args.plot:
-        from .plot import plot  # matplotlib only where it is used
-
         plot(args.plot, model, batch)
         out.print(f"plot     {args.plot}", soft_wrap=True)
     return 0
