@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 from ..warming import WarmupReport
 from .runner import Runner
+
+_SECONDS_BETWEEN_LINES = 10
 
 
 def warm(runner: Runner, *, limit: int | None = None, progress: bool = True) -> WarmupReport:
@@ -12,7 +17,7 @@ def warm(runner: Runner, *, limit: int | None = None, progress: bool = True) -> 
     Args:
       runner: before its engine starts.
       limit: at most so many shapes, at least 1; None: all.
-      progress: a bar on stderr, where that is a terminal.
+      progress: a bar on stderr, where that is a terminal; elsewhere (a log) a line now and then.
 
     Raises:
       ValueError: the limit is below 1.
@@ -23,11 +28,17 @@ def warm(runner: Runner, *, limit: int | None = None, progress: bool = True) -> 
 
     buckets = runner.buckets.all()
     programs = []
+    begin = said = time.monotonic()
     with bar(hidden=not progress) as shown:
         chosen = buckets[:limit]
         task = shown.add_task("warm-up", total=len(chosen))
-        for bucket in chosen:
+        for i, bucket in enumerate(chosen):
             shown.update(task, description=f"warm-up: {bucket}")
+            now = time.monotonic()
+            if progress and shown.disable and now - said >= _SECONDS_BETWEEN_LINES:
+                said = now
+                done = f"{i} of {len(chosen)} shapes in {now - begin:.0f} s"
+                print(f"warm-up  {done}; next: {bucket}", file=sys.stderr, flush=True)
             programs.append(runner.warm(bucket))
             shown.update(task, advance=1)
         programs.append(runner.warm_copy())
