@@ -7,10 +7,13 @@ import time
 
 import jax
 
-from ..models import from_pretrained
+from ..metadata import Capacity
+from ..models import empty_cache, from_pretrained
 from ..models import generate as continue_prompts
+from ..models.decoder import LanguageModel
 from ..models.sizes import parameter_count
 from ..models.tokenizer import load_tokenizer
+from ..serving.memory import bytes_text, free_bytes
 from . import screen
 from .backend import text as backend_text
 from .backend import which
@@ -40,6 +43,7 @@ def generate(args: argparse.Namespace) -> int:
             raise CliError(f"--prompt: {error} (--tokens)") from None
         prompts = [tokenizer.encode(text) for text in args.prompt]
     prompts += numbers
+    _check_memory(model, prompts, args.max_new_tokens)
     begin = time.perf_counter()
     continued = continue_prompts(
         model,
@@ -58,6 +62,32 @@ def generate(args: argparse.Namespace) -> int:
     total = sum(map(len, continued))
     out.print(f"{total} tokens in {seconds:.1f} s, compilation included")
     return 0
+
+
+def _check_memory(model: LanguageModel, prompts: list[list[int]], new: int) -> None:
+    """Refuses a cache that is larger than what is free, before it is made."""
+    free = free_bytes(next(iter(jax.tree.leaves(model)[0].devices())))
+    longest = max(map(len, prompts))
+
+    def cache_bytes(count: int) -> int:
+        room = Capacity.bucket(longest + count, len(prompts))  # as generate() makes it
+        shapes = jax.eval_shape(lambda: empty_cache(model.config, room.sequences, room.tokens))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    if free is None or cache_bytes(new) <= free:
+        return
+    fits = new
+    while fits and cache_bytes(fits) > free:
+        fits //= 2
+    raise CliError(
+        f"--max-new-tokens {new}: the cache of {len(prompts)} prompt(s) would take"
+        f" {bytes_text(cache_bytes(new))}, but {jax.default_backend()} has {bytes_text(free)} free;"
+        + (
+            f" {fits} would fit"
+            if fits
+            else " not even the prompts fit: give fewer, or shorter ones"
+        )
+    )
 
 
 def _numbers(text: str) -> list[int]:

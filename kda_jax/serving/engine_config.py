@@ -68,7 +68,13 @@ class EngineConfig:
         if self.checkpoint_rows is not None:
             at_least("checkpoint_rows", self.checkpoint_rows, 0)
         if self.live_tokens is not None:
-            at_least("live_tokens", self.live_tokens, self.max_model_len)
+            at_least("live_tokens", self.live_tokens, 1)
+            if self.live_tokens < self.max_model_len:
+                raise ValueError(
+                    f"live_tokens is {self.live_tokens}, want at least max_model_len,"
+                    f" {self.max_model_len}, so that the longest request can run: raise it, lower"
+                    " max_model_len, or leave live_tokens out"
+                )
 
     @property
     def table_width(self) -> int:
@@ -102,6 +108,16 @@ class PoolSizes:
     checkpoint_bytes: int
     block_bytes: int
     cache_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the pools' rows and blocks that are not the cache's."""
+        return self.total_bytes - self.cache_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all pools."""
+        return self.rows * self.checkpoint_bytes + self.blocks * self.block_bytes
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> PoolSizes:
