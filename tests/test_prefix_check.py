@@ -13,7 +13,9 @@ from http_server import CONFIG, WrongWhenWarm, make_service, serving
 from server_process import process
 
 from kda_jax.cli import main
-from kda_jax.cli.prefix_prompts import questions
+from kda_jax.cli.errors import CliError
+from kda_jax.cli.prefix_prompts import MOST_NEW_TOKENS, MOST_UNSHARED, questions
+from kda_jax.cli.prefix_server import lengths_for
 from kda_jax.serving import CheckpointRule
 
 
@@ -57,11 +59,52 @@ def test_more_steps_without_checkpoints(capsys: pytest.CaptureFixture) -> None:
     assert steps == {True: "1, 1, 1", False: "2, 1, 2"}
 
 
-def test_another_block_size_than_the_server_has(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--block-size", "128"],
+            "--block-size 128: the server says that its blocks have 16 tokens",
+        ),
+        (["--drop-draft-block"], "--drop-draft-block: the server says that it drops none"),
+    ],
+)
+def test_another_rule_than_the_server_has(
+    capsys: pytest.CaptureFixture, options: list[str], message: str
+) -> None:
     with serving(make_service()) as http:
-        code, text = check(http, capsys, "--no-answers", "--lengths", "300", "--block-size", "128")
-    assert code == 1
-    assert "want 256" in text
+        code, text = check(http, capsys, "--no-answers", *options)
+        assert code == 2
+        assert message in text
+        assert check(http, capsys, "--no-answers", "--lengths", "300", "--block-size", "16")[0] == 0
+
+
+def test_prompts_that_no_block_holds(capsys: pytest.CaptureFixture) -> None:
+    """They would read nothing, as predicted, and check nothing."""
+    config = dataclasses.replace(CONFIG, block_size=512)
+    with serving(make_service(config)) as http:
+        code, text = check(http, capsys, "--no-answers", "--lengths", "300")
+    assert code == 2
+    assert "297 tokens are too short for blocks of 512" in text
+
+
+@pytest.mark.parametrize(
+    ("block", "longest"),
+    [(16, None), (128, 2048), (256, 8192), (1536, 8192), (1536, None), (1024, 2048), (16, 200)],
+)
+def test_default_lengths_cross_blocks(block: int, longest: int | None) -> None:
+    lengths = lengths_for(block, longest)
+    assert len(set(lengths)) == 4 and list(lengths) == sorted(lengths)
+    assert lengths[0] > block + MOST_UNSHARED
+    if longest is None:
+        assert lengths[0] > 2 * block and lengths[-1] > 5 * block
+    else:
+        assert lengths[-1] + MOST_NEW_TOKENS <= longest
+
+
+def test_a_server_that_takes_no_whole_block() -> None:
+    with pytest.raises(CliError, match="takes 512 tokens at most, too few to read a block of 1536"):
+        lengths_for(1536, 512)
 
 
 def test_a_server_whose_warm_answers_differ(capsys: pytest.CaptureFixture) -> None:
@@ -82,6 +125,14 @@ def test_a_server_without_a_cache(capsys: pytest.CaptureFixture) -> None:
     code, text = check(http, capsys)
     assert code == 2
     assert "ConnectError" in text
+
+
+def use(monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+    """Lets the command talk to a function instead of to the network."""
+    client = httpx.Client
+    monkeypatch.setattr(
+        httpx, "Client", lambda **kw: client(**kw, transport=httpx.MockTransport(server))
+    )
 
 
 class Foreign:
@@ -106,10 +157,14 @@ class Foreign:
         self.seen.add(prompt[:100])
         key = prompt.rpartition("code of ")[2].partition("?")[0]
         code = prompt.partition(f"The code of {key} is ")[2][:4]
+        usage = self.usage(prompt, warm)
+        return httpx.Response(200, json={"choices": [{"text": f" {code}."}], "usage": usage})
+
+    def usage(self, prompt: str, warm: bool) -> dict[str, Any]:
         usage: dict[str, Any] = {"prompt_tokens": 240, "completion_tokens": 3}
         if self.cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached if warm else 0}
-        return httpx.Response(200, json={"choices": [{"text": f" {code}."}], "usage": usage})
+        return usage
 
 
 @pytest.mark.parametrize(
@@ -132,15 +187,60 @@ def test_another_kind_of_server(
     message: str,
 ) -> None:
     foreign = Foreign(cached)
-    client = httpx.Client
-    monkeypatch.setattr(
-        httpx, "Client", lambda **kw: client(**kw, transport=httpx.MockTransport(foreign))
-    )
+    use(monkeypatch, foreign)
     arguments = ["http://elsewhere", "--format", "prose", "--lengths", "900", *options]
     assert main(["prefix-check", *arguments]) == code
     captured = capsys.readouterr()
     assert message in captured.out
     assert all("return_token_ids" not in body for body in foreign.bodies)
+
+
+class LargeTokens(Foreign):
+    """Four characters are a token, and a block has 512."""
+
+    def usage(self, prompt: str, warm: bool) -> dict[str, Any]:
+        tokens = len(prompt) // 4
+        cached = CheckpointRule(512).last_position(tokens) if warm else 0
+        return {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def test_lengths_are_of_tokens_not_of_characters(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, LargeTokens(None))
+    assert (
+        main(["prefix-check", "http://elsewhere", "--format", "prose", "--block-size", "512"]) == 0
+    )
+    rows = [x.split("│") for x in capsys.readouterr().out.splitlines() if x.startswith("│")]
+    assert [int(row[6]) // 512 for row in rows] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/v1/models", [], "did not answer with a list of models"),
+        ("/v1/models", {"data": {}}, "did not answer with a list of models"),
+        ("/v1/models", {"data": []}, "names no model"),
+        ("/v1/models", {"data": [{"id": 5}]}, "names no model"),
+        ("/v1/completions", {"choices": []}, "without a choice or usage"),
+        ("/v1/completions", {"choices": [{"text": "a"}], "usage": None}, "without a choice or usa"),
+        ("/v1/completions", [], "without a choice or usage"),
+    ],
+)
+def test_a_server_that_answers_something_else(
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    answer: Any,
+    message: str,
+) -> None:
+    def other(request: httpx.Request) -> httpx.Response:
+        wrong = request.url.path == path
+        return httpx.Response(200, json=answer) if wrong else Foreign(64)(request)
+
+    use(monkeypatch, other)
+    assert main(["prefix-check", "http://elsewhere"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["recall", "prose"])
@@ -151,7 +251,8 @@ def test_prompts(kind: str, size: int) -> None:
     assert size - 200 < len(one) <= size
     shared = next(i for i in range(len(one)) if one[i] != other[i])
     assert shared >= len(asked.shared)
-    assert asked.answers[0] and asked.unshared < 60
+    assert asked.answers[0] and asked.unshared <= MOST_UNSHARED
+    assert asked.max_tokens <= MOST_NEW_TOKENS
     assert questions(kind, size, 0) == asked != questions(kind, size, 1)
 
 

@@ -119,10 +119,13 @@ def add_prefix_check(commands: Any) -> None:
     """The options of `prefix-check`."""
     check = commands.add_parser(
         "prefix-check",
-        help="check a server's prefix cache: right answers, warm and cold",
+        help="check a server's prefix cache, which it empties: right answers, warm and cold",
         description="Ask a server about lists of facts: A on an empty cache, B about the same list,"
         " B again on an empty cache. Exit code 1 if an answer is wrong, if the warm tokens differ"
-        " from the cold ones, or if not as many tokens came from the cache as predicted.",
+        " from the cold ones, or if not as many tokens came from the cache as predicted. It empties"
+        " the server's prefix cache (POST /reset_prefix_cache) before each question asked cold:"
+        " on a server in use, the other clients' prompts are prefilled again, and their prompts"
+        " disturb the count of steps.",
     )
     check.add_argument("url", metavar="URL", help="of the server, e.g. http://127.0.0.1:8000")
     check.add_argument(
@@ -130,11 +133,15 @@ def add_prefix_check(commands: Any) -> None:
         type=Integer(64),
         nargs="+",
         metavar="N",
-        help="characters of the prompts (default: four that cross several blocks)",
+        help="characters of the prompts (default: four that cross several of the server's blocks)",
     )
     check.add_argument("--model", help="default: the first that the server names")
     check.add_argument(
-        "--block-size", type=Integer(1), metavar="N", help="default: what the server says"
+        "--block-size",
+        type=Integer(1),
+        metavar="N",
+        help="tokens of a cache block, for a server that does not say it in /v1/models (without it"
+        " such a server must read more than 0 tokens, no certain number)",
     )
     check.add_argument(
         "--drop-draft-block",

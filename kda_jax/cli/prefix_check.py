@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -13,8 +15,8 @@ from ..serving.rule import CheckpointRule
 from . import screen
 from .errors import CliError
 from .prefix_prompts import Questions, questions
+from .prefix_server import LENGTHS, lengths_for, rule_of
 
-LENGTHS = (300, 700, 1200, 1900)
 _STEPS = re.compile(r"^kda_engine_prefill_steps_total (\d+)$", re.MULTILINE)
 
 
@@ -42,15 +44,22 @@ class Client:
         # OpenAI's clients are given the address with its version.
         base = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=base, timeout=timeout)
-        entries = self._json("GET", "/v1/models").get("data") or [{}]
+        listed = self._json("GET", "/v1/models")
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+            raise CliError(
+                "/v1/models did not answer with a list of models, as OpenAI's API has it"
+            )
         if model is not None:
             entries = [entry for entry in entries if entry.get("id") == model]
             if not entries:
                 raise CliError(f"--model {model}: the server has no such model")
-        if "id" not in entries[0]:
-            raise CliError("/v1/models names no model: give --model")
+        if not entries or not isinstance(entries[0].get("id"), str):
+            raise CliError("/v1/models names no model")
         self.model: str = entries[0]["id"]
-        self.says: dict[str, Any] = entries[0].get("prefix_cache") or {}
+        says, longest = entries[0].get("prefix_cache"), entries[0].get("max_model_len")
+        self.says: dict[str, Any] = says if isinstance(says, dict) else {}
+        self.longest: int | None = longest if isinstance(longest, int) else None
 
     def reset(self) -> None:
         """Forgets all prefixes."""
@@ -70,15 +79,21 @@ class Client:
         before = self._steps()
         made = self._json("POST", "/v1/completions", json=body)
         after = self._steps()
-        choice, usage = made["choices"][0], made["usage"]
-        details = usage.get("prompt_tokens_details") or {}
-        return Answer(
-            text=choice["text"],
-            tokens=choice.get("token_ids"),
-            prompt_tokens=usage["prompt_tokens"],
-            cached=details.get("cached_tokens"),
-            steps=None if before is None or after is None else after - before,
-        )
+        try:
+            choice, usage = made["choices"][0], made["usage"]
+            details = usage.get("prompt_tokens_details") or {}
+            return Answer(
+                text=choice["text"],
+                tokens=choice.get("token_ids"),
+                prompt_tokens=usage["prompt_tokens"],
+                cached=details.get("cached_tokens"),
+                steps=None if before is None or after is None else after - before,
+            )
+        except (KeyError, IndexError, TypeError, AttributeError):
+            shown = " ".join(json.dumps(made).split())[:200]
+            raise CliError(
+                f"/v1/completions answered without a choice or usage, as OpenAI's has them: {shown}"
+            ) from None
 
     def _steps(self) -> int | None:
         response = self._http.get("/metrics")
@@ -106,16 +121,17 @@ def prefix_check(args: argparse.Namespace) -> int:
         client = Client(args.url, args.model, args.timeout)
         if client.says.get("enabled") is False:
             raise CliError("the server says that its prefix cache is off (--cache-bytes)")
-        rule = _rule(args, client.says)
+        rule = rule_of(client.says, args.block_size, args.drop_draft_block)
         blocks = "unknown" if rule is None else f"{rule.block_size} tokens"
         if rule is not None and rule.drop_draft_block:
             blocks += ", one dropped for drafts"
         out.print(f"{client.model} at {args.url}; cache blocks: {blocks}")
         shown = screen.table("", "tokens", "A cold", "B warm", "B cold", "cached", "want", "steps")
         problems: list[str] = []
+        lengths = _lengths(client, rule, args)
         with screen.progress() as bar:
-            task = bar.add_task("prompts", total=len(args.lengths or LENGTHS))
-            for length in args.lengths or LENGTHS:
+            task = bar.add_task("prompts", total=len(lengths))
+            for length in lengths:
                 row, wrong = check_length(client, rule, length, args)
                 shown.add_row(*row)
                 problems += wrong
@@ -132,12 +148,17 @@ def prefix_check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rule(args: argparse.Namespace, says: dict[str, Any]) -> CheckpointRule | None:
-    block = args.block_size or says.get("block_size")
-    drop = args.drop_draft_block
-    if drop is None:
-        drop = bool(says.get("drop_draft_block"))
-    return None if block is None else CheckpointRule(block, drop_draft_block=drop)
+def _lengths(
+    client: Client, rule: CheckpointRule | None, args: argparse.Namespace
+) -> Sequence[int]:
+    """Characters of the prompts, such that their tokens cross several blocks."""
+    if args.lengths or rule is None:
+        return args.lengths or LENGTHS
+    tokens = lengths_for(rule.block_size, client.longest)
+    # What a character is in tokens, only the server's tokenizer knows.
+    probe = questions(args.format, min(LENGTHS[-1], tokens[-1]), args.seed).prompt(0)
+    share = client.ask(probe, 1).prompt_tokens / len(probe)
+    return [int(count / share) for count in tokens]
 
 
 def check_length(
@@ -173,7 +194,10 @@ def check_length(
             " --enable-prompt-tokens-details)"
         )
     elif want is None and not b.cached:
-        wrong.append(f"{name}: B read nothing from A's cache")
+        wrong.append(
+            f"{name}: B read nothing from A's cache (are the server's blocks longer than that?"
+            " --lengths or --block-size)"
+        )
     elif want is not None and b.cached != want:
         wrong.append(f"{name}: B read {b.cached} tokens from A's cache, want {want}")
     steps = [answer.steps for answer in (a, b, again)]
@@ -201,6 +225,11 @@ def _cold(
         if rule is None:
             return asked, answer, None
         want = rule.last_position(answer.prompt_tokens)
+        if not want:
+            break
         if want <= answer.prompt_tokens - asked.unshared:
             return asked, answer, want
-    raise CliError(f"--lengths {length}: too short for blocks of {rule.block_size if rule else 0}")
+    raise CliError(
+        f"--lengths {length}: {answer.prompt_tokens} tokens are too short for blocks of"
+        f" {rule.block_size if rule else 0}, of which nothing could come from the cache"
+    )

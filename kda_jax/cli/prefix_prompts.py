@@ -8,6 +8,8 @@ import numpy as np
 
 from ..serving import recall_text
 
+MOST_NEW_TOKENS = 8  # of an answer
+MOST_UNSHARED = 60  # characters, and so at most tokens, of a question's end
 _COLOURS = ("amber", "azure", "coral", "ebony", "ivory", "lilac", "ochre", "olive", "pearl", "teal")
 _BIRDS = ("crane", "eagle", "finch", "goose", "heron", "ibis", "kite", "raven", "swan", "wren")
 
@@ -79,5 +81,5 @@ def _prose(size: int, seed: int) -> Questions:
         shared="".join(lines) + "\nQuestion: what is the code of ",
         ends=(f"{names[0]}?\nAnswer: the code is", f"{names[1]}?\nAnswer: the code is"),
         answers=(codes[names[0]], codes[names[1]]),
-        max_tokens=8,
+        max_tokens=MOST_NEW_TOKENS,
     )
