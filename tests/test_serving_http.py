@@ -126,7 +126,14 @@ def test_stop_tokens(http: httpx.Client) -> None:
     ("body", "param", "message"),
     [
         (b"{", None, "the body is no JSON"),
-        (b"[]", None, "the body is a list"),
+        (b"[]", None, r"the body is \[\], want a JSON object"),
+        (b"null", None, "the body is null, want a JSON object"),
+        (b"[" * 99_000, None, "the body is nested too deeply"),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", None, "a number of thousands of digits"),
+        (b'{"prompt": "a", "stop": "\\ud800"}', "stop", "stop is no text"),
+        ({"prompt": [[[5]]]}, "prompt", r"prompt\[0\] is \[5\], want an integer"),
+        ({"prompt": "a", "x" * 99: 1}, "x" * 57 + "...", r"x\.\.\. is no argument"),
+        ({"prompt": "a", "user": 5}, "user", "user is 5, want a string"),
         (b'{"prompt": "\\ud800"}', "prompt", "prompt is no text"),
         ({}, "prompt", "prompt is missing"),
         ({"prompt": ""}, "prompt", "prompt is empty"),
@@ -154,6 +161,17 @@ def test_stop_tokens(http: httpx.Client) -> None:
         ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids", "want a list of integers"),
         ({"prompt": "a", "stream": "yes"}, "stream", 'stream is "yes", want true or false'),
         ({"prompt": "a", "stream_options": 1}, "stream_options", "stream_options is 1"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "without stream: true"),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"include": True}},
+            "stream_options",
+            r"stream_options is \[\"include\"\], want include_usage and nothing else",
+        ),
+        (
+            {"prompt": "a", "stop_token_ids": [5, 96]},
+            "stop_token_ids",
+            r"\[1\] is 96, want a token",
+        ),
         ({"prompt": "a", "n": 2}, "n", "n is 2, want null or 1"),
         ({"prompt": "a", "logprobs": 5}, "logprobs", "logprobs is 5, want null"),
         ({"prompt": "a", "echo": True}, "echo", "echo is true, want null or false"),
@@ -184,8 +202,15 @@ def test_wrong_places(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"model": "other", "prompt": "a"})
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "model"
-    response = http.post("/v1/completions", content=b"x" * 100_001)
-    assert response.status_code == 413
+    # More than the socket's buffers hold: it is answered although the client still sends.
+    for size in (100_001, 10_000_000):
+        response = http.post("/v1/completions", content=b"x" * size)
+        assert response.status_code == 413
+        assert response.json()["error"]["message"].startswith("the body has more than 100000 bytes")
+    response = http.post("/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
+    assert response.status_code == 415
+    response = http.get("/" + "x" * 999)
+    assert response.json()["error"]["message"] == f"there is no /{'x' * 56}..."
 
 
 def test_models_health_and_metrics(http: httpx.Client) -> None:

@@ -130,6 +130,11 @@ class Engine:
           EngineClosedError: the engine drains, has ended or has failed.
         """
         tokens = prompt_of(prompt, self._vocab_size)
+        for i, token in enumerate(params.stop_token_ids):
+            if token >= self._vocab_size:  # it would never come: surely a mistake
+                raise ValueError(
+                    f"stop_token_ids[{i}] is {token}, want a token in 0..{self._vocab_size - 1}"
+                )
         self._scheduler.check(tokens.size, params.max_tokens)
         request = Request(tokens, params, on_output, tuple(extra_keys))
         with self._wake:

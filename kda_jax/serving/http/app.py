@@ -88,8 +88,10 @@ async def _on_request_error(_: Request, error: RequestError) -> Response:
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
-    where = f"{request.method} {request.url.path}"
-    message = {404: f"there is no {request.url.path}", 405: f"{where} is not supported"}
+    path = request.url.path
+    path = path if len(path) <= 60 else path[:57] + "..."
+    where = f"{request.method} {path}"
+    message = {404: f"there is no {path}", 405: f"{where} is not supported"}
     shown = RequestError(message.get(error.status_code, error.detail), status=error.status_code)
     return JSONResponse(shown.body(), status_code=error.status_code, headers=error.headers)
 

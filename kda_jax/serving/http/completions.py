@@ -22,6 +22,10 @@ from .metrics import Metrics
 from .protocol import CompletionRequest, RequestError, as_request_error
 from .text import TextStream, Tokenizer
 
+# Of a body that is too long so much more is read, and dropped: a connection that is closed while
+# the client still sends is reset, and the client would not see the answer that says why.
+_MOST_UNREAD = 16 * 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Service:
@@ -62,16 +66,21 @@ async def completions(request: Request) -> Response:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    raw = bytearray()
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(f"content-encoding is {encoding}, want a body as it is", status=415)
+    raw, size = bytearray(), 0
     try:
         async for part in request.stream():
-            raw += part
-            if len(raw) > most:
-                raise RequestError(
-                    f"the body has more than {most} bytes, the server's limit", status=413
-                )
+            size += len(part)
+            if size <= most:
+                raw += part
+            elif size > most + _MOST_UNREAD:
+                break
     except ClientDisconnect:
         raise RequestError("the client is gone", status=499) from None
+    if size > most:
+        raise RequestError(f"the body has more than {most} bytes, the server's limit", status=413)
     return bytes(raw)
 
 

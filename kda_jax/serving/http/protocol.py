@@ -98,15 +98,17 @@ class CompletionRequest:
                     allowed = " or ".join(["null", *map(json.dumps, _FIXED[name])])
                     raise _wrong(name, value, f"{allowed}: nothing else is supported")
             elif name not in _TAKEN:
-                raise RequestError(f"{name} is no argument of /v1/completions", param=name)
-        options = _of(body, "stream_options", dict, {}, "an object")
+                shown = name if len(name) <= 60 else name[:57] + "..."
+                raise RequestError(f"{shown} is no argument of /v1/completions", param=shown)
+        _of(body, "user", str, None, "a string")  # of no use here, but a mistake is one
+        stream = _of(body, "stream", bool, False, "true or false")
         return cls(
             model=_of(body, "model", str, None, "a string"),
             prompt=_prompt(body.get("prompt")),
             params=_params(body),
             stop=_stops(body.get("stop")),
-            stream=_of(body, "stream", bool, False, "true or false"),
-            include_usage=_of(options, "include_usage", bool, False, "true or false"),
+            stream=stream,
+            include_usage=_include_usage(body, stream),
             return_token_ids=_of(body, "return_token_ids", bool, False, "true or false"),
         )
 
@@ -125,11 +127,26 @@ def as_request_error(error: ValueError) -> RequestError:
 def _json(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
+    except ValueError:  # Python reads no integers of more than 4300 digits
+        raise RequestError("the body has a number of thousands of digits") from None
     if not isinstance(body, dict):
-        raise RequestError(f"the body is a {type(body).__name__}, want a JSON object")
+        raise RequestError(f"the body is {_shown(body)}, want a JSON object")
     return body
+
+
+def _include_usage(body: dict[str, Any], stream: bool) -> bool:
+    options = _of(body, "stream_options", dict, None, "an object")
+    if options is None:
+        return False
+    if not stream:
+        raise RequestError("stream_options is given without stream: true", param="stream_options")
+    if others := set(options) - {"include_usage"}:
+        raise _wrong("stream_options", sorted(others), "include_usage and nothing else")
+    return _of(options, "include_usage", bool, False, "true or false")
 
 
 def _prompt(value: Any) -> str | list[int]:
@@ -140,13 +157,10 @@ def _prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
         if not value:
             raise RequestError("prompt is empty: give it at least one character", param="prompt")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"prompt is no text: {error}", param="prompt") from None
+        _check_text("prompt", value)
         return value
     if isinstance(value, list):
-        if value and all(isinstance(part, str | list) for part in value):
+        if len(value) > 1 and all(isinstance(part, str | list) for part in value):
             raise RequestError(
                 f"prompt has {len(value)} prompts, want one: send a request for each",
                 param="prompt",
@@ -188,7 +202,17 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise _wrong("stop", value, "a string or a list of strings, none of them empty")
     if len(stops) > _MOST_STOPS:
         raise RequestError(f"stop has {len(stops)} strings, want at most 4", param="stop")
+    for stop in stops:
+        _check_text("stop", stop)
     return tuple(stops)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Refuses half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is no text: {error}", param=name) from None
 
 
 def _of(body: dict[str, Any], name: str, kinds: Any, default: Any, want: str) -> Any:
@@ -206,6 +230,9 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def _wrong(name: str, value: Any, want: str, param: str | None = None) -> RequestError:
-    shown = json.dumps(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return RequestError(f"{name} is {shown}, want {want}", param=param or name)
+    return RequestError(f"{name} is {_shown(value)}, want {want}", param=param or name)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
