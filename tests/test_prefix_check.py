@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import readme_shell
 from http_server import CONFIG, WrongWhenWarm, make_service, serving
 from server_process import process
 
@@ -269,6 +271,8 @@ def test_the_recall_model_through_the_command_line(
         cache = ("--compilation-cache", str(tmp_path))
         command = ("-m", "kda_jax", "serve", str(RECALL), *SERVE, *cache, state)
         with process(*command) as (server, url):
+            if state == "--checkpoints" and shutil.which("curl"):
+                readme_shell.check(url)
             # OpenAI's clients name the version, too.
             code = main(["prefix-check", url if state == "--checkpoints" else f"{url}/v1"])
             text = capsys.readouterr().out

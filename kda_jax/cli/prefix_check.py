@@ -141,6 +141,11 @@ def prefix_check(args: argparse.Namespace) -> int:
     out.print(shown)
     for problem in problems:
         out.print(f"WRONG: {problem}")
+    if any(" answered " in problem for problem in problems) and args.format == "recall":
+        out.print(
+            "Only a model like that in tests/data/recall can answer: --format prose for an"
+            " instructed model, --no-answers for any other"
+        )
     if problems:
         return 1
     about = "equals B cold token for token" if args.answers else "equals B cold (answers unchecked)"
