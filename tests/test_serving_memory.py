@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from cli_checks import one_line_error
 from model_cases import k3
 
 from kda_jax.cli import generate as generate_command
-from kda_jax.cli import main
+from kda_jax.cli import main, serve
+from kda_jax.cli.errors import CliError
 from kda_jax.models import from_config
 from kda_jax.serving import EngineConfig, PoolSizes, memory
 
@@ -43,7 +45,15 @@ def test_what_fits_passes() -> None:
     config, made = sizes()
     memory.check_pools(config, made, gpu(made.total_bytes))
     refused(made.total_bytes - 1)
-    memory.check_pools(config, made, SimpleNamespace(platform="gpu", memory_stats=lambda: None))
+
+
+def no_stats() -> Any:
+    raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: memory_stats")
+
+
+@pytest.mark.parametrize("stats", [lambda: None, lambda: {"bytes_limit": 0}, no_stats])
+def test_a_device_that_does_not_say_is_let_pass(stats: Any) -> None:
+    memory.check_pools(*sizes(), SimpleNamespace(platform="gpu", memory_stats=stats))
 
 
 @pytest.mark.parametrize(
@@ -94,22 +104,32 @@ def test_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_are_named_as_they_are_typed(capsys: pytest.CaptureFixture) -> None:
-    serve = ["serve", RECALL, "--port", "0", "--warm-up", "0"]
+    run = ["serve", RECALL, "--port", "0", "--warm-up", "0"]
     one_line_error(
         capsys,
-        [*serve, "--cache-bytes", "1000000G"],
+        [*run, "--cache-bytes", "1000000G"],
         "--cache-bytes is 1073741824000000 (1,000,000.0 GiB), but cpu has ",
         "(--max-requests) take ",
         "M would fit",
     )
     one_line_error(
         capsys,
-        [*serve, "--live-tokens", "500"],
+        [*run, "--live-tokens", "500"],
         "--live-tokens is 500, want at least --max-model-len, 8192",
     )
     one_line_error(
-        capsys, [*serve, "--budget", "9"], "--budget is 9, want at least 80", "--max-requests (16)"
+        capsys, [*run, "--budget", "9"], "--budget is 9, want at least 80", "--max-requests (16)"
     )
+
+
+def test_a_step_that_does_not_fit_beside_the_pools() -> None:
+    with (
+        pytest.raises(CliError, match=r"beside the model and pools of 2.0 GiB: lower --budget"),
+        serve._room_for_steps(2**31),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    with pytest.raises(jax.errors.JaxRuntimeError), serve._room_for_steps(2**31):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
 def test_more_new_tokens_than_fit(
@@ -129,7 +149,7 @@ def test_more_new_tokens_than_fit(
 
 
 def test_longer_than_the_models_own_maximum(capsys: pytest.CaptureFixture) -> None:
-    serve = ["serve", RECALL, "--port", "0", "--max-model-len", "8193", "--budget", "9"]
-    assert main(serve) == 2
+    run = ["serve", RECALL, "--port", "0", "--max-model-len", "8193", "--budget", "9"]
+    assert main(run) == 2
     out = " ".join(capsys.readouterr().out.split())
     assert "warning --max-model-len 8193 is more than the model's own maximum, 8192" in out

@@ -84,7 +84,8 @@ def add_serve(commands: Any) -> None:
         "--live-tokens",
         type=Integer(2),
         metavar="N",
-        help="tokens of all running requests (default: max-requests times max-model-len)",
+        help="tokens of all running requests together, at least max-model-len (default:"
+        " max-requests times max-model-len)",
     )
     run.add_argument(
         "--cache-bytes",

@@ -19,9 +19,12 @@ _USED = 0.8  # of what is free, by the pools that are proposed: the steps need m
 
 def free_bytes(device: jax.Device) -> int | None:
     """What can be allocated there now; None: unknown."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # a plugin without them
+        stats = {}
+    if limit := stats.get("bytes_limit"):  # 0: an allocator without a limit of its own
+        return max(0, limit - stats.get("bytes_in_use", 0))
     return _host_free() if device.platform == "cpu" else None
 
 
