@@ -26,9 +26,8 @@ def prefill(args: argparse.Namespace) -> int:
     check_output("--save", args.save, args.files)
     check_output("--plot", args.plot, [*args.files, *filter(None, [args.save])])
     if args.plot:
-        from .plot import (
-            plot,
-        )  # matplotlib only where it is used; missing, it is said before the work
+        # matplotlib only where it is used; missing, it is said before the work
+        from .plot import plot
     tokens, metadata = docs.pack(batch, args.checkpoint_every)
     config = KDALayerConfig(
         hidden=args.hidden,
