@@ -11,11 +11,10 @@ struct HopperPlan {
   bool beside;  // the prologue still runs, and says which chunks are there (nvidia_prologue.h)
   int other;    // 0, or the rows of V in a block of a second launch: one of the two does the work
   int multiprocessors;
-  int group;    // beside: so many heads of all sequences come before the next ones
 };
 
 // us for a chunk on an H200, with n rows of V in a block.
-constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.75f : n == 32 ? 0.9f : n == 64 ? 1.25f : 2.1f; }
+constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.88f : n == 32 ? 1.05f : n == 64 ? 1.4f : 2.2f; }
 
 struct HopperUnit {
   int seq, head, first_value;  // of V
@@ -60,7 +59,6 @@ struct HopperUnits {
   static constexpr bool kTurns = Packs && N == 128;
   const S& s;
   const HopperOrder* order;         // for packs, null: as they come
-  int group;                        // of heads
   int upcoming = int(blockIdx.x);  // unit: asked for early, since the answer takes its time
 
   // The only unit of a block without turns.
@@ -84,10 +82,9 @@ struct HopperUnits {
  private:
   KDA_FN HopperUnit set(int at) const {
     const Problem& p = s.p;
-    const int parts = p.V / N, row = at / parts, rows = int(p.N) * group;
-    const int first = row / rows * group, heads = min(group, p.H - first), place = row % rows / heads;
+    const int parts = p.V / N, row = at / parts, place = row / p.H;
     HopperUnit u;
-    u.head = first + row % rows % heads, u.first_value = at % parts * N;
+    u.head = row % p.H, u.first_value = at % parts * N;
     typename S::Range range;
     if (Packs && order) {
       u.seq = order->sequence[place], range = s.range_in_slab(order->first[place], order->count[place]);

@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(HopperThreads<N>::kAll, 1)
   for (int i = 0; i < Stages; ++i) m.stage[i].clear();
   wgmma::publish();
   let_next_start();
-  const bool ordered = Packs && p.N <= kOrdered && !plan.beside;  // beside the prologue they come as it does them
+  const bool ordered = Packs && p.N <= kOrdered;
   if (ordered) m.order.make(s);
   __syncthreads();
   if (Packs && plan.other && !is_chosen(s, plan, N, m.order.count[0])) {
     wait_for_previous();  // who waits for this launch waits for that one
     return;
   }
-  const Units units{s, ordered ? &m.order : nullptr, plan.beside ? plan.group : p.H};
+  const Units units{s, ordered ? &m.order : nullptr};
   HopperUnit only = {};
   if constexpr (!Packs) only = units.only();
   if (!plan.beside) wait_for_previous();

@@ -34,7 +34,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   static constexpr auto kHopperWalk = hopper_walk_kernel<Staged, Policy, K, C, N, hopper_stages(N), Packs>;
   template <int N, bool Packs = false>
   static hipError_t hopper_walk(const Problem& p, Stream& stream, int first, int last, HopperPlan plan) {
-    const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;  // that blocks take turns on
+    const int64_t units = p.N * p.H * (p.V / N), sms = plan.multiprocessors;
     return launch(kHopperWalk<N, Packs>, HopperUnits<S, N, Packs>::kTurns ? std::min(units, sms) : units,
                   HopperThreads<N>::kAll, sizeof(HopperMemory<N>), stream, Problem(p), first, last, HopperPlan(plan));
   }
@@ -58,7 +58,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
-                             int last, PrologueSplit split = {-1, 0, 0, 0}) {
+                             int last, PrologueSplit split = {-1, 0, 0}) {
     const int64_t tasks = int64_t(last - first) * p.H;
     if constexpr (kStages)
       if (stages(p, device))
@@ -69,53 +69,42 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   }
   static int64_t resident(const Device& device) { return kPrologueBlocks * device.multiprocessors; }
 
-  // A walk takes the multiprocessors that it needs as soon as they are free. The prologue leaves them after some rounds,
-  // so that the rest of it is done on the others before the walk is through. Of one sequence each block has a unit; with
-  // all rows of V in a block a few blocks may also take units in turn, group by group of heads, close behind the
-  // prologue, whose results are then still in the cache. `width`: 0, not so.
+  // A walk of one sequence takes the multiprocessors that it needs as soon as they are free. The prologue leaves them
+  // after some rounds, so that the rest of it is done on the others before the walk is through. `width`: 0, not so.
   struct Beside {
-    int width = 0, blocks = 0;
+    int width = 0;
     PrologueSplit split;
   };
   static Beside beside(const Problem& p, const Device& device, int64_t slab) {
     Beside best;
     if constexpr (kHopper && kStages) {
       const int64_t tasks = p.NC * p.H, round = resident(device), sms = device.multiprocessors;
-      if (!device.wgmma || !stages(p, device) || p.groups > 1 || slab < p.NC || tasks <= round) return best;
+      if (!device.wgmma || !stages(p, device) || p.N != 1 || p.groups > 1 || slab < p.NC || tasks <= round) return best;
       double least = 1e30;
-      auto consider = [&](int n, int64_t blocks, int64_t group, double walk) {
-        const int64_t others = kPrologueBlocks * (sms - blocks);
-        if (p.V % n != 0 || others <= 0) return;
-        // Behind its group a walk cannot be ahead of the prologue.
-        const double before = group < p.H ? double(tasks) : std::max(0.0, double(tasks) - walk / kRoundTime * double(others));
-        const int64_t rounds = group < p.H ? 0 : int64_t(before) / round;
+      for (int n = 16; n <= kWide; n *= 2) {
+        const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
+        if (p.V % n != 0 || others <= 0) continue;
+        const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
+        const int64_t rounds = int64_t(std::max(0.0, double(tasks) - beside)) / round;
         for (int64_t r = std::max(rounds, int64_t(1)); r <= rounds + 1; ++r) {
           const double rest = kRoundTime * double(std::max(tasks - r * round, int64_t(0))) / double(others);
           const double all = kRoundTime * double(r) + std::max(walk, rest);
           if (all >= least) continue;
           least = all;
-          best = {n, int(blocks), {int(std::min(r * round, tasks)), int(sms - blocks), int(sms), int(group)}};
+          best = {n, {int(std::min(r * round, tasks)), int(sms - blocks), int(sms)}};
         }
-      };
-      if (p.N == 1)
-        for (int n = 16; n <= kWide; n *= 2) consider(n, p.H * p.V / n, p.H, hopper_step_time(n) * double(p.NC));
-      for (int64_t blocks = 8; kGrouped && blocks < sms && 2 * blocks <= p.N * p.H; ++blocks) {
-        const double unit = hopper_step_time(kWide) * double(p.NC) / double(p.N) + kUnitTime;
-        const int64_t turns = (p.N * p.H + blocks - 1) / blocks;
-        if (p.V == kWide) consider(kWide, blocks, std::min<int64_t>(blocks, p.H), unit * double(turns));
       }
     }
     return best;
   }
-  // us on an H200: three tasks of the prologue on one multiprocessor; where a block begins and ends a unit.
-  static constexpr double kRoundTime = 14.5, kUnitTime = 3;
-  static constexpr bool kGrouped = true;
+  // us on an H200: three tasks of the prologue on one multiprocessor.
+  static constexpr double kRoundTime = 14.5;
 
   static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
     if constexpr (kHopper && kStages) {
       KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
       KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
-      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, plan.blocks, plan.split.group}));
+      KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, device.multiprocessors}));
     }
     return "";
   }
@@ -154,7 +143,7 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
         int width = 16;
         for (int n = 32; n <= kWide; n *= 2)
           if (p.V % n == 0 && heads * (p.V / width) > sms) width = n;
-        HopperPlan plan{false, 0, device.multiprocessors, 0};
+        HopperPlan plan{false, 0, device.multiprocessors};
         if (p.N == 1 || p.N > kOrdered || width < kWide) return hopper_walk(width, p, stream, first, last, plan);
         // Where there are many sequences even a long one is not what all wait for, and so many blocks that only start
         // and return take longer than the walk.

@@ -117,9 +117,9 @@ constexpr int kPrologueBlocks = 3;  // on a multiprocessor
 
 // How the tasks, (chunk, head)s in order of time, are given away. All blocks take those below `shared` in turn; the rest
 // is for the blocks on `staying` of the multiprocessors, so that the walk may begin on the others. Below 0: no walk waits
-// for any, and all are shared. `group`: so many heads are done in all chunks before the next ones.
+// for any, and all are shared.
 struct PrologueSplit {
-  int shared, staying, multiprocessors, group;
+  int shared, staying, multiprocessors;
 };
 
 struct alignas(16) PrologueTask {
@@ -135,7 +135,6 @@ struct StagedPrologueMemory {
   alignas(128) Rows q, k;
   PrologueTask now, next;  // in memory, since registers are few
   int done_chunk, done_head;
-  int chunks;  // without padding
   // g is where the decayed keys will be.
   KDA_FN Rows& g() { return reinterpret_cast<Rows&>(shared.keys); }
   static_assert(sizeof(Rows) <= sizeof(Shared::keys), "");
@@ -188,15 +187,12 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   };
   // By one thread: the task behind m.now, its row on the way.
   auto find_next = [&] {
-    const int chunks = awaited() ? m.chunks : slab_last - slab_first, all = chunks * p.H;
-    const int shared = awaited() ? min(split.shared, all) : all;
+    const int all = (slab_last - slab_first) * p.H, shared = awaited() ? split.shared : all;
     int i = m.now.index;
     if (i < shared) i += int(gridDim.x);
     if (i >= shared) i = awaited() && stays() ? shared + atomicAdd(&s.progress().next_task, 1) : all;
-    const int group = awaited() ? split.group : p.H;
-    const int first = i < all ? i / (chunks * group) * group : 0, heads = min(group, p.H - first), in = i - first * chunks;
-    const int chunk = slab_first + in / heads;
-    m.next.index = i, m.next.chunk = chunk, m.next.head = first + in % heads;
+    const int chunk = slab_first + i / p.H;
+    m.next.index = i, m.next.chunk = chunk, m.next.head = i % p.H;
     if (i < all) {
       CopyByAll{}.piece(&m.next.row, reinterpret_cast<const ChunkRow*>(p.chunks) + chunk);
     } else {
@@ -207,7 +203,6 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   if (slab_first == 0 && !awaited()) clear_status(s);
   if (threadIdx.x == 0) {
     if (!awaited() && blockIdx.x == 0) s.progress().next_unit = 0;
-    if (awaited()) m.chunks = s.seq_row(p.N - 1).first_chunk + s.seq_row(p.N - 1).num_chunks;
     m.now.index = int(blockIdx.x) - int(gridDim.x);
     find_next();
   }
