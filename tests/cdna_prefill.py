@@ -76,7 +76,13 @@ def why_not() -> str | None:
 
 @functools.cache
 def code_object(arch: str, io: str, K: int) -> bytes:
-    """driver.hip for one target, type of q, k, v ("BF16", "F16") and K."""
+    """driver.hip for one target, type of q, k, v ("BF16", "F16") and K.
+
+    KDA_AMD_OBJECTS names a folder where tools/amd/compile.sh has just compiled the same sources
+    with the same flags: each process of the tests would compile them again otherwise.
+    """
+    if folder := os.environ.get("KDA_AMD_OBJECTS"):
+        return (ROOT / folder / f"driver.{io}_{K}.{arch}.co").read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         what = [f"-DKDA_IO={io}", f"-DKDA_K={K}", str(ROOT / "ffi" / "gpu" / "driver.hip")]
         command = [str(HIPCC), "--arch", arch, "--objects", folder, *FLAGS, *what]
