@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,13 @@ def tiny() -> Settings:
     return Settings(
         rooms=(64, 128), tokens=128, warmup=2, pass_mark=0.0, backend="chunked", config=TINY
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """The trainer's steps, compiled without optimization."""
+    with mock.patch.object(jax, "jit", quick_jit):
+        yield
 
 
 def test_marked_bytes_are_the_answers_to_the_questions_before_them():
