@@ -45,6 +45,24 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--kda-platform {platform}: {support.reason}")
 
 
+# The files that take longest, first, so that the last one to finish is a short one where each file
+# is with one process (pytest-xdist with --dist loadfile --no-loadscope-reorder).
+LONGEST = (
+    *("serving_model", "state_pool_transforms", "recall_training", "recall_model", "cli"),
+    *("savings", "prefix_check", "models_steps", "parity", "models_generation", "chunked"),
+    *("state_pool_memory", "models", "serving_process", "models_sharding", "gradients"),
+    *("sharding", "transforms", "benchmarks", "isolation", "hazards", "layer", "layer_pool"),
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("loadscopereorder", True):  # without --no-loadscope-reorder: as collected
+        return
+    order = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 def pytest_report_header() -> str:
     device = jax.devices()[0]
     return (
