@@ -18,10 +18,16 @@ from .mla import MLACache, MLAPages
 
 LayerState = KDAState | MLACache | MLAPages
 _ROUND = 64
+LOST = 1 << 30  # past the end of every cache, and as far from int32's
 
 
 class ModelCache(NamedTuple):
-    """layers: per layer, KDAState or MLACache with N rows. length: int32 [N], tokens so far."""
+    """layers: per layer, KDAState or MLACache with N rows. length: int32 [N], tokens so far.
+
+    A request that had a token outside the vocabulary, or one past the end of its cache, has a
+    length of `LOST` (2**30) or more: all logits after that token are NaN. Its row can be used
+    again, from length 0.
+    """
 
     layers: tuple[LayerState, ...]
     length: jax.Array
@@ -31,7 +37,8 @@ class Checkpoints(NamedTuple):
     """The states of the KDA layers at the M checkpoints of a prefill, and what names them.
 
     layers: per layer, KDAState with M rows; None for an MLA layer. sequence: int32 [M], the row of
-    the prefill's cache; length: int32 [M], tokens up to the checkpoint. Rows of padding: -1 and 0.
+    the prefill's cache; length: int32 [M], tokens up to the checkpoint, or as in `ModelCache`. Rows
+    of padding: -1 and 0.
     """
 
     layers: tuple[KDAState | None, ...]

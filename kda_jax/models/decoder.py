@@ -19,6 +19,7 @@ from ..layer_types import KDACache, KDAState
 from .batch import Axes, Batch
 from .cache import Checkpoints, LayerState, ModelCache
 from .config import ModelConfig
+from .limits import Lost, find_lost
 from .mla import MLA, MLACache, MLAPages
 from .mlp import MLP
 from .moe import MoE
@@ -159,6 +160,10 @@ class Outputs(NamedTuple):
     or a row idle), or [D + T, V] of every row. hidden_states: the stream before each layer and the
     normalised one at the end, [D + T, hidden] each; empty unless asked for. checkpoints: None
     without a prefill.
+
+    Logits, and the normalised stream, are NaN for a token outside the vocabulary, for one past the
+    end of its MLA cache, and for all later tokens of the request, in later steps too (see
+    `ModelCache`). The rows of other requests, and of earlier tokens, are not touched.
     """
 
     logits: jax.Array
@@ -219,17 +224,20 @@ def forward(
     x = model.embed_tokens.embed(tokens, batch.valid(tokens.shape[0]), axes)
     x, states, streams = model.stack(x, batch, before, running, backend, axes)
     x = model.norm(x)
-    chosen = x if all_logits else _last_rows(x, batch)
+    lost = find_lost(tokens, model.config.vocab_size, batch, prefill, decode)
+    if all_logits or hidden_states:
+        x = lost.without(x, every_row=True)
+        chosen = x if all_logits else _last_rows(x, batch)
+    else:
+        chosen = lost.without(_last_rows(x, batch), every_row=False)
     checkpoints = None
-    if batch.metadata is not None:
-        assert prefill is not None
-        seqs = jnp.asarray(batch.metadata.seqs)
-        checkpoints = _checkpoints(states.checkpoint, batch)
-        length = prefill.length + jnp.maximum(seqs[:, 1], 0)
+    if prefill is not None:
+        checkpoints = _checkpoints(states.checkpoint, batch, lost)
+        length = lost.prefill_length(prefill.length)
         prefill = ModelCache(states.prefill, length)  # type: ignore[arg-type]
     if decode is not None:
-        assert batch.active is not None
-        decode = ModelCache(states.decode, decode.length + batch.active)  # type: ignore[arg-type]
+        length = lost.decode_length(decode.length)
+        decode = ModelCache(states.decode, length)  # type: ignore[arg-type]
     streams = (*streams, x) if hidden_states else ()  # type: ignore[assignment]
     return Outputs(model.head(chosen), tuple(streams), checkpoints), prefill, decode
 
@@ -275,9 +283,10 @@ def _last_rows(x: jax.Array, batch: Batch) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _checkpoints(layers: tuple[KDAState | None, ...], batch: Batch) -> Checkpoints:
+def _checkpoints(layers: tuple[KDAState | None, ...], batch: Batch, lost: Lost) -> Checkpoints:
     assert batch.metadata is not None and batch.start is not None
     table = jnp.asarray(batch.metadata.checkpoints)
     sequence, offset = table[:, 0], table[:, 1]
-    length = jnp.where(sequence >= 0, batch.start[jnp.maximum(sequence, 0)] + offset, 0)
-    return Checkpoints(layers, sequence, length)
+    row = jnp.maximum(sequence, 0)
+    length = lost.checkpoint_length(row, batch.start[row] + offset)
+    return Checkpoints(layers, sequence, jnp.where(sequence >= 0, length, 0))

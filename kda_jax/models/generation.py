@@ -15,6 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..metadata import Capacity, ChunkMetadata
+from .arguments import (
+    check_decode,
+    check_mixed,
+    check_prefill,
+    check_prompts,
+    check_temperature,
+    checked,
+    is_greedy,
+)
 from .batch import Batch
 from .cache import ModelCache, empty_cache
 from .decoder import LanguageModel, Outputs, forward
@@ -22,6 +31,7 @@ from .decoder import LanguageModel, Outputs, forward
 _OPTIONS = ("backend", "all_logits", "hidden_states")
 
 
+@checked(check_prefill)
 @functools.partial(jax.jit, static_argnames=_OPTIONS)
 def prefill(
     model: LanguageModel,
@@ -37,11 +47,14 @@ def prefill(
 
     Args:
       model: the weights.
-      tokens: int32 [T], T = metadata.capacity.tokens.
+      tokens: int32 [T], T = metadata.capacity.tokens. One outside the vocabulary is an error if it
+        is in a NumPy array; else the logits of its sequence are NaN, in this step and later ones.
       metadata: where the sequences lie, and their checkpoints; built on the host.
       cache: N = metadata.capacity.sequences rows. A row of length 0 starts afresh, whatever its
         states hold; the others go on. It must have room for the new tokens: those past the end of
-        an MLA cache are lost, which only the caller can see.
+        an MLA cache are lost, and the logits of such tokens, in this step and later ones, are NaN.
+        It is an error if the host can see it: a sequence longer than the room, or cache.length in a
+        NumPy array. (Nothing is read back from a device for this.)
       backend: of the operator; None is the config's.
       all_logits: of every row, instead of the last of each sequence.
       hidden_states: return the streams between the layers too.
@@ -50,10 +63,12 @@ def prefill(
       `Outputs` and the cache after the step; see there for the shapes.
 
     Raises:
-      ValueError: tokens or cache does not fit the metadata. TypeError: tokens is no array.
+      ValueError: tokens or cache does not fit the metadata; tokens on the host are outside the
+        vocabulary; a sequence has no room in the cache, as far as the host can see.
+      TypeError: tokens is no array, metadata no `ChunkMetadata`, cache no `ModelCache`.
       NotImplementedError: the backend cannot run this call.
     """
-    _check(tokens, 0, metadata, cache)
+    check_prefill(model, tokens, metadata, cache)
     batch = Batch(metadata=metadata, start=cache.length)
     out, after, _ = forward(
         model,
@@ -69,6 +84,7 @@ def prefill(
     return out, after
 
 
+@checked(check_decode)
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def decode_step(
     model: LanguageModel,
@@ -80,28 +96,31 @@ def decode_step(
 
     Args:
       model: the weights.
-      tokens: int32 [D].
+      tokens: int32 [D]. One outside the vocabulary is an error if it is in a NumPy array (and
+        active too, or None); else the logits of its row are NaN, in this step and later ones.
       cache: D rows, each with room for one more token: one past the end of an MLA cache is lost,
-        which only the caller can see. A row of length 0 starts afresh.
+        and the logits of its row are NaN, in this step and later ones; an error if cache.length is
+        a NumPy array. (Nothing is read back from a device for this.) A row of length 0 starts
+        afresh.
       active: bool [D]; a False row has zeros for logits, and its past stays. None: all.
 
     Returns:
       `Outputs` (logits [D, V]) and the cache.
 
     Raises:
-      ValueError: tokens, cache and active have different numbers of rows.
+      ValueError: tokens, cache and active have different numbers of rows or other dtypes; a token
+        on the host is outside the vocabulary, or a row there is full.
+      TypeError: tokens or active is no array, or cache no `ModelCache`.
     """
-    rows = cache.length.shape[0]
-    active = jnp.ones((rows,), jnp.bool_) if active is None else active
-    for name, array in (("tokens", tokens), ("active", active)):
-        if array.shape != (rows,):
-            raise ValueError(f"{name} has shape {array.shape}, cache has {rows} rows: want equal")
+    check_decode(model, tokens, cache, active)
+    active = jnp.ones(cache.length.shape, jnp.bool_) if active is None else active
     batch = Batch(active=active, decode_start=cache.length)
     out, _, after = forward(model, tokens, batch, None, cache)
     assert after is not None
     return out, after
 
 
+@checked(check_mixed)
 @functools.partial(
     jax.jit, static_argnames=("backend",), donate_argnames=("decode_cache", "prefill_cache")
 )
@@ -122,7 +141,8 @@ def mixed_step(
 
     Args:
       model: the weights.
-      tokens: int32 [D + T], the decode tokens first.
+      tokens: int32 [D + T], the decode tokens first. Those outside the vocabulary, and those past
+        the end of a cache: as in `prefill` and `decode_step`.
       metadata: of the last T rows, from 0 (the prefill alone).
       decode_cache: D rows. prefill_cache: N rows.
       active: bool [D]; None: all.
@@ -132,14 +152,11 @@ def mixed_step(
       `Outputs` (logits [D + N, V]) and both caches.
 
     Raises:
-      ValueError: the numbers of rows do not fit.
+      ValueError, TypeError: as `prefill` and `decode_step`.
       NotImplementedError: the backend cannot run this call.
     """
-    rows = decode_cache.length.shape[0]
-    active = jnp.ones((rows,), jnp.bool_) if active is None else active
-    if active.shape != (rows,):
-        raise ValueError(f"active has shape {active.shape}, decode_cache has {rows} rows")
-    _check(tokens, rows, metadata, prefill_cache)
+    check_mixed(model, tokens, metadata, decode_cache, prefill_cache, active)
+    active = jnp.ones(decode_cache.length.shape, jnp.bool_) if active is None else active
     batch = Batch(metadata, prefill_cache.length, active, decode_cache.length)
     out, prefilled, decoded = forward(
         model, tokens, batch, prefill_cache, decode_cache, backend=backend
@@ -155,23 +172,11 @@ def sample(logits: jax.Array, temperature: float, key: jax.Array | None = None) 
       ValueError: the temperature is negative or not finite, or there is one and no key.
       TypeError: the key is no array.
     """
-    _check_temperature(temperature, key)
-    if temperature < _GREEDY:
+    check_temperature(temperature, key)
+    if is_greedy(temperature):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     assert key is not None
     return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
-
-
-_GREEDY = 1e-6  # logits over less than this overflow, and the best one wins anyway
-
-
-def _check_temperature(temperature: float, key: jax.Array | None) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}, want 0 (greedy) or more, and finite")
-    if temperature >= _GREEDY and key is None:
-        raise ValueError(f"temperature is {temperature} without a key: pass key=jax.random.key(0)")
-    if key is not None and not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(f"key is {key!r}, want a key: jax.random.key(0)")
 
 
 def generate(
@@ -206,9 +211,9 @@ def generate(
       ValueError: a prompt is empty or holds a token outside the vocabulary; or a wrong option.
       TypeError: a prompt is no sequence of integers, or the key no key.
     """
-    _check_prompts(model, prompts, max_new_tokens, step_tokens)
+    check_prompts(model, prompts, max_new_tokens, step_tokens)
     max_new_tokens, step_tokens = int(max_new_tokens), int(step_tokens)
-    _check_temperature(temperature, key)
+    check_temperature(temperature, key)
     ends = np.asarray(model.config.eos_token_id if eos is None else eos, np.int32)
     longest = max(map(len, prompts)) + max_new_tokens
     # The cache's shape is part of every step's program, so its length is a bucket, too. That takes
@@ -258,49 +263,3 @@ def _prefill_all(
         logits = jnp.where(here[:, None], out.logits, logits)
         done += lengths
     return logits, cache
-
-
-def _check(tokens: jax.Array, decodes: int, metadata: ChunkMetadata, cache: ModelCache) -> None:
-    want = decodes + metadata.capacity.tokens
-    if not hasattr(tokens, "shape"):
-        raise TypeError(f"tokens is a {type(tokens).__name__}, want an int32 array [{want}]")
-    if tokens.shape != (want,):
-        raise ValueError(
-            f"tokens has shape {tokens.shape}, want ({want},): {decodes} decode rows and"
-            " metadata.capacity.tokens; pad with metadata.pad_tokens(tokens, 0)"
-        )
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens is {tokens.dtype}, want an integer dtype")
-    if cache.length.shape[0] != metadata.capacity.sequences:
-        raise ValueError(
-            f"cache has {cache.length.shape[0]} rows, want {metadata.capacity.sequences}:"
-            " metadata.capacity.sequences"
-        )
-
-
-def _check_prompts(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, step_tokens: int
-) -> None:
-    if isinstance(prompts, str | bytes):
-        raise TypeError(f"prompts is text, {prompts!r}: want token numbers; a tokenizer makes them")
-    if not hasattr(prompts, "__len__") or getattr(prompts, "ndim", 1) == 0:
-        raise TypeError(f"prompts is {prompts!r}, want a list of sequences of token numbers")
-    if not len(prompts):
-        raise ValueError("prompts is empty, want at least one")
-    for name, value in (("max_new_tokens", max_new_tokens), ("step_tokens", step_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} is {value!r}, want an integer")
-        if value < 1:
-            raise ValueError(f"{name} is {value}, want at least 1")
-    for i, prompt in enumerate(prompts):
-        if np.ndim(prompt) != 1 or isinstance(prompt, str):
-            raise TypeError(
-                f"prompts[{i}] is {prompt!r}, want a sequence of token numbers; a single prompt is"
-                " a list of one: [[1, 2, 3]]"
-            )
-        if not len(prompt):
-            raise ValueError(f"prompts[{i}] is empty: give it at least one token (e.g. the BOS)")
-        if not np.issubdtype(np.asarray(prompt).dtype, np.integer):
-            raise TypeError(f"prompts[{i}] holds {np.asarray(prompt).dtype}, want integers")
-        if min(prompt) < 0 or max(prompt) >= model.config.vocab_size:
-            raise ValueError(f"prompts[{i}] holds a token outside 0..{model.config.vocab_size - 1}")

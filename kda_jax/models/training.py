@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..metadata import ChunkMetadata
+from .arguments import check_max_length
 from .batch import Batch
 from .cache import empty_cache
 from .decoder import LanguageModel, forward
@@ -33,7 +34,11 @@ def next_token_loss(
       backend: of the operator. The gradient of "fused" is that of "chunked".
 
     Returns:
-      A float32 scalar.
+      A float32 scalar; NaN with a token outside the vocabulary, or with a sequence longer than
+      max_length that only the device can see.
+
+    Raises:
+      ValueError: a sequence of metadata on the host is longer than max_length.
     """
     logits = next_token_logits(model, tokens, metadata, max_length=max_length, backend=backend)
     return mean_loss(logits, tokens, metadata, weights)
@@ -48,6 +53,7 @@ def next_token_logits(
     backend: str | None = None,
 ) -> jax.Array:
     """What the model expects after each token: float32 [T, V]; arguments as above."""
+    check_max_length(metadata, max_length)
     cache = empty_cache(model.config, metadata.capacity.sequences, max_length)
     batch = Batch(metadata=metadata, start=cache.length)
     out, _, _ = forward(model, tokens, batch, cache, None, backend=backend, all_logits=True)
