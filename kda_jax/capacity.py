@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,13 +65,34 @@ def _next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def pad(x: Any, axis: int, size: int, what: str) -> Any:
-    """x with zeros behind its axis, up to size; what: size counts, for the error."""
-    missing = size - x.shape[axis]
-    if missing < 0:
+def pad(x: Any, axis: int, size: int, what: str, used: int | None = None) -> Any:
+    """x with zeros behind its axis, up to size.
+
+    Args:
+      x: a NumPy or JAX array.
+      axis: which axis.
+      size: its length after.
+      what: size counts, for the errors.
+      used: how many the metadata has; None: not known here.
+
+    Raises:
+      TypeError: x is no array. ValueError: it has no such axis, or that is longer than size or
+        neither used nor size.
+    """
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"x is a {type(x).__name__}, want a NumPy or JAX array: np.asarray(x)")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis is {axis}, x has shape {x.shape}: pass the axis of its {what}")
+    has = x.shape[axis]
+    if has > size:
         raise ValueError(
             f"axis {axis} of shape {x.shape} is longer than the capacity of {size} {what}"
         )
+    if used is not None and has not in (used, size):
+        raise ValueError(
+            f"axis {axis} of shape {x.shape} has {has} {what}, want {used}: what the metadata's"
+            f" sequences have (or {size}, padded already)"
+        )
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
+    widths[axis] = (0, size - has)
     return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)

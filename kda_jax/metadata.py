@@ -214,18 +214,26 @@ class ChunkMetadata:
     def pad_tokens(self, x: Any, axis: int = 1) -> Any:
         """Zero-pads the token axis of a NumPy or JAX array to ``capacity.tokens``.
 
+        Args:
+          x: of the sequences' tokens, one after the other, or padded already.
+          axis: 1 for ``[1, T, ...]``, as the operator takes it; 0 for ``[T]`` and ``[T, C]``.
+
         Raises:
-          ValueError: the axis is longer than that.
+          ValueError: the axis has more or fewer than the sequences' tokens and is not padded
+            already (where the metadata is on the host; elsewhere: more than the capacity).
+          TypeError: x is no array.
         """
-        return pad(x, axis, self.capacity.tokens, "tokens")
+        used = self.num_tokens if self.on_host else None
+        return pad(x, axis, self.capacity.tokens, "tokens", used)
 
     def pad_states(self, x: Any) -> Any:
         """Zero-pads axis 0 of a NumPy or JAX array to ``capacity.sequences``.
 
         Raises:
-          ValueError: the axis is longer than that.
+          ValueError, TypeError: as `pad_tokens`, of the sequences in use.
         """
-        return pad(x, 0, self.capacity.sequences, "sequences")
+        used = self.num_sequences if self.on_host else None
+        return pad(x, 0, self.capacity.sequences, "sequences", used)
 
 
 def _build(

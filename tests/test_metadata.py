@@ -182,6 +182,24 @@ def test_padding_helpers() -> None:
         m.pad_tokens(np.ones((1, 81)))
 
 
+def test_padding_helpers_count() -> None:
+    """One token or state too few or too many is somebody's, or nobody's: a wrong result."""
+    m = ChunkMetadata.from_seq_lens([70, 5], capacity=Capacity(80, 4, 4, 0))
+    padded = m.pad_tokens(np.ones((1, 75)))
+    assert m.pad_tokens(padded).shape == padded.shape == (1, 80)
+    for missing in (74, 76):
+        with pytest.raises(ValueError, match=f"has {missing} tokens, want 75: what the"):
+            m.pad_tokens(np.ones((1, missing)))
+    with pytest.raises(ValueError, match="has 1 sequences, want 2: what the metadata's"):
+        m.pad_states(np.ones((1, 3)))
+    with pytest.raises(ValueError, match=r"axis is 1, x has shape \(75,\): pass the axis"):
+        m.pad_tokens(jnp.ones(75))
+    with pytest.raises(TypeError, match="x is a list, want a NumPy or JAX array"):
+        m.pad_tokens([1.0] * 75)
+    traced = jax.jit(lambda m, x: m.pad_tokens(x, 0))  # the lengths cannot be read there
+    assert traced(m, np.ones(74)).shape == (80,)
+
+
 REFUSED_CU = [
     (np.array([1, 5]), "starts at 1, want 0"),
     (np.array([], np.int32), "starts at nothing"),
