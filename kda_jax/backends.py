@@ -18,6 +18,7 @@ from .scan import ScanBackend
 from .types import Backend, CallSpec, KDAConfig, KDAInputs, KDAResult
 
 AUTO = "auto"
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Support(NamedTuple):
@@ -183,7 +184,8 @@ def supports(
 
     Args:
       backend: as in the operator.
-      platform: "cpu", "cuda" or "rocm"; None is the platform that a jit now would compile for.
+      platform: "cpu", "cuda", "rocm" or "tpu"; None is the platform that a jit now would compile
+        for.
       dtype: of q, k, v, raw_g and raw_beta.
       K, V, H: key channels, value channels, heads.
       lower_bound: as in the operator.
@@ -195,8 +197,10 @@ def supports(
       `Support`: true in a condition if the call can run; ``backend`` is the one that would run it.
 
     Raises:
-      ValueError: no backend has this name, or the operator takes no such argument.
+      ValueError: no backend has this name, there is no such platform, or the operator takes no
+        such argument.
     """
+    platform = _known_platform(platform)
     name = jnp.dtype(dtype).name
     validate.check_dtype("dtype is", name)
     validate.check_sizes(H, K, V)
@@ -204,7 +208,7 @@ def supports(
     validate.check_options(None, "vk", groups)
     check_chunk_size(chunk_size)
     spec = CallSpec(
-        platform=platform or current_platform(),
+        platform=platform,
         q_dtype=name,
         k_dtype=name,
         v_dtype=name,
@@ -255,6 +259,20 @@ def checkpoint_alignment(
         groups=groups,
     )
     return get(support.backend).checkpoint_alignment if support.backend else None
+
+
+def _known_platform(platform: str | None) -> str:
+    """The platform that is asked about."""
+    current = current_platform()
+    if platform is None:
+        return current
+    if platform not in (*PLATFORMS, current):  # JAX may run on one that is not listed
+        both = "; JAX's 'gpu' is either 'cuda' or 'rocm'" if platform == "gpu" else ""
+        raise ValueError(
+            f"platform is {platform!r}, want one of {PLATFORMS}, or None for the one that JAX uses"
+            f" now, {current!r}{both}"
+        )
+    return platform
 
 
 def current_platform() -> str:

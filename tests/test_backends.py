@@ -194,6 +194,9 @@ def test_supports_takes_any_dtype_form() -> None:
         ({"lower_bound": -9}, "lower_bound is -9, want a number in [-5, 0)"),
         ({"chunk_size": 48}, "chunk_size is 48, want one of"),
         ({"groups": 0}, "groups is 0, want an integer >= 1"),
+        ({"platform": "xyz"}, "platform is 'xyz', want one of ('cpu', 'cuda', 'rocm', 'tpu'), or"),
+        ({"platform": "gpu"}, "JAX's 'gpu' is either 'cuda' or 'rocm'"),
+        ({"platform": ""}, "platform is '', want one of"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
