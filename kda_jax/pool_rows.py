@@ -59,8 +59,15 @@ def step_rows(
 
     Raises:
       ValueError: a wrong number of entries, a row that is not in the pool, two writes to one row,
-        or a checkpoint's row that a sequence holds.
+        or a checkpoint's row that a sequence holds; metadata or num_rows of another type.
     """
+    if not isinstance(metadata, ChunkMetadata):
+        raise ValueError(
+            f"metadata is a {type(metadata).__name__}, want a ChunkMetadata"
+            " (ChunkMetadata.from_seq_lens(...))"
+        )
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or num_rows < 0:
+        raise ValueError(f"num_rows is {num_rows!r}, want an integer: the rows of the pool")
     live = host_integers(state_indices, _LIVE)
     saved = host_integers(checkpoint_state_indices, _SAVED)
     _count(_LIVE, live, metadata.num_sequences, "sequences")

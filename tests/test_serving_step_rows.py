@@ -79,6 +79,9 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no integers": ({"state_indices": [0.5, 1, 2]}, "state_indices has dtype float64, want integ"),
     "device arrays": ({"state_indices": jnp.arange(3)}, "state_indices is a JAX array"),
     "flags": ({"has_initial_state": [True]}, "has_initial_state has 1 entries, want 3"),
+    "lengths for metadata": ({"metadata": [20, 0, 5]}, "metadata is a list, want a ChunkMetadata"),
+    "text for a number": ({"num_rows": "10"}, "num_rows is '10', want an integer: the rows of"),
+    "half a row": ({"num_rows": 10.5}, "num_rows is 10.5, want an integer"),
     "texts": ({"has_initial_state": ["False"] * 3}, "has_initial_state has dtype <U5, want bool"),
 }
 
@@ -87,9 +90,10 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 def test_step_rows_refuses(what: str) -> None:
     changed, message = BAD_ROWS[what]
     good: dict[str, Any] = {"state_indices": [3, 0, 9], "checkpoint_state_indices": [1, 2, 4]}
-    step_rows(METADATA, R, **good)
+    good |= {"metadata": METADATA, "num_rows": R}
+    step_rows(**good)
     with pytest.raises(ValueError, match=message):
-        step_rows(METADATA, R, **good | changed)
+        step_rows(**good | changed)
 
 
 @given(
