@@ -235,9 +235,15 @@ def assert_matches_scan(
 
     Raises:
       AssertionError: names the case, the result, the error and the bound.
+      ImportError: chex is not installed, or does not load.
     """
-    import chex  # what else is here works without it
-
+    try:
+        import chex  # what else is here works without it
+    except ImportError as why:
+        raise ImportError(
+            f"assert_matches_scan needs the package chex ({why}): pip install 'kda-jax[test]'",
+            name="chex",
+        ) from why
     if case_or_cases is None:
         case_or_cases = default_cases()
     cases = [case_or_cases] if isinstance(case_or_cases, Case) else list(case_or_cases)

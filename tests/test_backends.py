@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 from typing import Any
 
 import jax
@@ -204,3 +205,9 @@ def test_supports_refuses_what_the_operator_refuses(options: Any, message: str) 
     """A mistake is no answer: "chunked" would not run it either."""
     with pytest.raises(ValueError, match=re.escape(message)):
         supports(**options)
+
+
+def test_assert_matches_scan_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "chex", None)
+    with pytest.raises(ImportError, match=r"the package chex .*pip install 'kda-jax\[test\]'"):
+        assert_matches_scan(chunk_kda_prefill)
