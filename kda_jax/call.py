@@ -78,7 +78,15 @@ def prefill(
         state_layout=state_layout,
         groups=None if groups is None else int(groups),
     )
-    return _run(chosen, config, inputs, pool, metadata)
+    try:
+        return _run(chosen, config, inputs, pool, metadata)
+    except TypeError as error:
+        if "forward-mode" not in str(error):  # JAX's words on a rule for reverse mode alone
+            raise
+        raise TypeError(
+            f"backend {chosen.name!r} has no forward-mode derivative (jax.jvp, jax.jacfwd,"
+            " jax.hessian): pass backend='chunked' or 'scan', which have one"
+        ) from error
 
 
 @functools.lru_cache(maxsize=256)

@@ -135,6 +135,9 @@ def chunk_kda_prefill(
     Raises:
       ValueError: an argument is wrong; names it and says what it should be.
       NotImplementedError: the named backend cannot run this call; says why and what to do.
+      TypeError: "fused", which "auto" may choose, in forward mode (`jax.jvp`, `jax.jacfwd`): only
+        "chunked" and "scan" have that derivative. All have the reverse one. Where a jit lies
+        between, the error is JAX's own, on a custom_vjp function.
     """
     B, T, H, K, V = validate.check_tensors(q, k, v, raw_g, raw_beta, "raw_g", "raw_beta")
     validate.check_gate(A_log, dt_bias, lower_bound, H, K)

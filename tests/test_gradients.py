@@ -26,7 +26,7 @@ from transform_cases import (
 )
 
 from kda_jax import ChunkMetadata, chunk_kda_prefill
-from kda_jax.testing import relative_error
+from kda_jax.testing import make_case, relative_error
 
 FLOATS = (*NAMES, "initial_state")
 
@@ -122,3 +122,18 @@ def test_grad_of_grad() -> None:
         quick_jit(jax.grad(penalty), static_argnums=1)(floats, b) for b in ("fused", "scan")
     )
     assert_close(got, want, 1e-4)
+
+
+@needs_fused
+def test_forward_mode_names_the_backends_that_have_it() -> None:
+    case = make_case("random", seq_lens=[20, 5], K=64, V=16, H=1)
+
+    def out(q: jax.Array, backend: str) -> jax.Array:
+        return chunk_kda_prefill(q, *case.args[1:], **case.kwargs, backend=backend).out
+
+    q = jnp.asarray(case.q)
+    for backend in ("auto", "fused"):
+        with pytest.raises(TypeError, match=r"'fused' has no forward-mode .*'chunked' or 'scan'"):
+            jax.jvp(lambda q, b=backend: out(q, b), (q,), (q,))
+    tangents = [jax.jvp(lambda q, b=b: out(q, b), (q,), (q,))[1] for b in ("chunked", "scan")]
+    np.testing.assert_allclose(*tangents, rtol=1e-3, atol=1e-5)
