@@ -49,13 +49,33 @@ def train(text: np.ndarray, steps: int, backend: str, hf_config: dict = CONFIG) 
     return losses
 
 
+def read(parser: argparse.ArgumentParser, files: list[Path]) -> np.ndarray:
+    """The bytes of all files, uint8; ends the program where sequences cannot be cut from them."""
+    parts = []
+    for file in files:
+        try:
+            parts.append(file.read_bytes())
+        except OSError as error:
+            parser.error(f"{file} cannot be read: {error.strerror}; name text files")
+    text = np.frombuffer(b"\n".join(parts), np.uint8)
+    if len(text) <= max(LENGTHS):
+        names = ", ".join(map(str, files))
+        parser.error(
+            f"{names}: {len(text)} bytes, want more than {max(LENGTHS)}, the longest sequence of a"
+            " step; name a longer text, or more of them"
+        )
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="text to learn")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--backends", nargs=2, default=["fused", "scan"])
     options = parser.parse_args()
-    text = np.frombuffer(b"\n".join(f.read_bytes() for f in options.files), np.uint8)
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}, want at least 1")
+    text = read(parser, options.files)
     runs = []
     for backend in options.backends:
         begin = time.perf_counter()

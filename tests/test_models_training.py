@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +66,35 @@ def test_training_on_real_text_lowers_the_loss_as_scan_does():
     assert fused[-5:].mean() < 0.8 * fused[:2].mean()
     np.testing.assert_allclose(fused[:10], scan[:10], rtol=1e-3)
     assert abs(fused[-5:].mean() - scan[-5:].mean()) < 0.1
+
+
+def test_the_example_names_what_is_wrong(tmp_path):
+    """Before anything is built: a text that is not there, one that is too short, no step."""
+    (tmp_path / "tiny.txt").write_text("x" * 100)
+    cases = {
+        ("tiny.txt",): "tiny.txt: 100 bytes, want more than 100, the longest sequence of a step",
+        ("missing.txt",): "missing.txt cannot be read: No such file or directory; name text files",
+        (".",): ". cannot be read: Is a directory; name text files",
+        ("tiny.txt", "--steps", "0"): "--steps is 0, want at least 1",
+    }
+    script = f"""
+import contextlib, io, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import train
+for arguments in {list(cases)!r}:
+    sys.argv, said = ["train.py", *arguments], io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        train.main()
+    print(said.getvalue().splitlines()[-1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for line, message in zip(done.stdout.splitlines(), cases.values(), strict=True):
+        assert message in line
