@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+import jax
 import pytest
 from model_cases import DATA, LINEAR, k3
 
 from kda_jax import models
+from kda_jax.models.published import KIMI_K3, KIMI_LINEAR_48B_A3B
 
 
 def test_config_of_published_files():
@@ -133,3 +135,68 @@ def test_null_is_absent():
     """As the published files write it."""
     names = ("activation_situ_beta", "first_k_dense_replace", "moe_layer_freq", "text_config")
     assert models.from_config(LINEAR | dict.fromkeys(names)) == models.from_config(LINEAR)
+
+
+MISSPELT = [
+    ({"hiden_size": 24}, "hiden_size is 24, but there is no such field: rename it to hidden_size"),
+    (
+        {"num_experts_per_tokens": 4},
+        "is 4, but there is no such field: rename it to num_experts",
+    ),
+    (
+        {"rms_norm_epss": 1e-6},
+        "rms_norm_epss is 1e-06, but there is no such field: rename it to",
+    ),
+    ({"tie_word_embedding": True}, "rename it to tie_word_embeddings, or remove it"),
+    (linear(gate_lower_bounds=-5), "linear_attn_config.gate_lower_bounds is -5, but there is no"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISSPELT, ids=[name for _, name in MISSPELT])
+def test_a_misspelt_field_is_not_passed_over(changes, message):
+    for hf in (LINEAR | changes, k3(**changes)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            models.from_config(hf)
+
+
+def test_fields_that_shape_no_model_are_passed_over():
+    """As published configs and transformers have them, and what newer releases may add."""
+    others = {
+        **dict.fromkeys(("architectures", "auto_map", "quantization_config", "id2label"), "any"),
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "qk_head_dim", "rope_head_dim"), 72),
+        **dict.fromkeys(("rope_theta", "initializer_range", "attention_dropout"), 0.1),
+        **dict.fromkeys(("use_cache", "output_router_logits", "use_grouped_topk"), True),
+        **dict.fromkeys(("transformers_version", "topk_method", "scoring_func"), "4.57.1"),
+        **dict.fromkeys(("rope_scaling", "sep_token_id", "decoder_start_token_id"), 3),
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 3),
+        **dict.fromkeys(("n_positions", "pretraining_tp", "ep_size", "aux_loss_alpha"), 1),
+        "hiden_size": None,  # null is absent
+    }
+    assert models.from_config(LINEAR | others) == models.from_config(LINEAR)
+    assert models.from_config(k3(**others)) == models.from_config(k3())
+    for published in (KIMI_LINEAR_48B_A3B, KIMI_K3):
+        models.from_config(published)
+
+
+@pytest.mark.parametrize("config", [[], None, "config.json", 3], ids=str)
+def test_a_config_is_a_dict(config):
+    message = f"hf_config is {config!r}, want the dict in a config.json"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        models.from_config(config)
+
+
+def test_float64_needs_x64():
+    """JAX would make float32 of it, and warn for each array."""
+    config = models.from_config(LINEAR, dtype="float64")
+    message = "dtype is 'float64', which needs jax_enable_x64: turn it on with"
+    for make in (
+        lambda: models.abstract_model(config),
+        lambda: models.KimiLinear(config, rngs=None),
+        lambda: models.empty_cache(config, 1, 64),
+    ):
+        with jax.enable_x64(True):
+            leaves = jax.tree.leaves(jax.eval_shape(make))
+            assert "float64" in {x.dtype.name for x in leaves}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()

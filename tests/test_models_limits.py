@@ -249,3 +249,22 @@ def test_wrong_dtypes_are_named(step):
         models.decode_step(step.model, step.two.astype("f"), step.cache)
     with pytest.raises(ValueError, match="active is int32, want bool: cast it"):
         models.decode_step(step.model, step.two, step.cache, step.two)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("64", 64), TypeError, "sequences is '64', want an integer"),
+        ((1, "64"), TypeError, "max_length is '64', want an integer"),
+        ((1, 64.0), TypeError, "max_length is 64.0, want an integer"),
+        ((True, 64), TypeError, "sequences is True, want an integer"),
+        ((0, 64), ValueError, "sequences is 0, want at least 1"),
+    ],
+    ids=str,
+)
+def test_empty_cache_names_what_is_wrong(model, arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        models.empty_cache(model.config, *arguments)
+    with pytest.raises(TypeError, match="config is a dict, want a ModelConfig: "):
+        models.empty_cache(LINEAR, 1, 64)
+    assert models.empty_cache(model.config, np.int64(1), 64).length.shape == (1,)

@@ -245,3 +245,17 @@ def test_a_tensor_that_is_given_twice_is_refused(tmp_path):
     shutil.copy(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"given twice, in b\.safetensors"):
         models.from_pretrained(tmp_path)
+
+
+def test_save_pretrained_wants_a_folder(tmp_path):
+    model, file = models.abstract_model(models.from_config(LINEAR)), tmp_path / "model"
+    file.write_text("precious")
+    for path in (file, file / "deeper"):
+        with pytest.raises(NotADirectoryError, match=r"but '.*/model' is a file: want a folder"):
+            models.save_pretrained(model, path)
+    assert file.read_text() == "precious"
+    with pytest.raises(TypeError, match="max_shard_bytes is '5GB', want an integer"):
+        models.save_pretrained(model, tmp_path / "new", max_shard_bytes="5GB")
+    with pytest.raises(TypeError, match="model is a dict, want a KimiLinear or KimiK3"):
+        models.save_pretrained(LINEAR, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..layer_types import KDAState
-from .config import ModelConfig
+from .config import ModelConfig, check_x64
 from .mla import MLACache, MLAPages
 
 LayerState = KDAState | MLACache | MLAPages
@@ -55,11 +56,21 @@ def empty_cache(
     where a device holds fewer than all.
 
     Raises:
-      ValueError: sequences or max_length is below 1.
+      ValueError: sequences or max_length is below 1, or the dtype needs jax_enable_x64.
+      TypeError: config is no `ModelConfig`, or a number no integer.
     """
-    for name, value in (("sequences", sequences), ("max_length", max_length)):
+    if not isinstance(config, ModelConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}, want a ModelConfig: model.config, or"
+            " from_config(the dict in a config.json)"
+        )
+    sizes = {"sequences": sequences, "max_length": max_length}
+    for name, value in (sizes if heads is None else sizes | {"heads": heads}).items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} is {value!r}, want an integer")
         if value < 1:
             raise ValueError(f"{name} is {value}, want at least 1")
+    check_x64(config.dtype)
     room = -(-max_length // _ROUND) * _ROUND
     dtype = jnp.dtype(config.dtype)
     wide = jnp.promote_types(dtype, jnp.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from ..layer_types import KDALayerConfig
 from .fields import check
 
@@ -138,3 +140,17 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether the layer (from 0) has experts rather than a dense MLP."""
         return layer in self.moe_layers
+
+
+def check_x64(dtype: str) -> None:
+    """Refuses float64 where JAX would make float32 of it, with no more than a warning.
+
+    Raises:
+      ValueError: says what to turn on, or which dtype to take.
+    """
+    x64: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    if dtype == "float64" and not x64:
+        raise ValueError(
+            "dtype is 'float64', which needs jax_enable_x64: turn it on with"
+            " jax.config.update('jax_enable_x64', True), or take dtype='float32'"
+        )

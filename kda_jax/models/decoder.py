@@ -18,7 +18,7 @@ from ..layer_pool import step_in_pool
 from ..layer_types import KDACache, KDAState
 from .batch import Axes, Batch
 from .cache import Checkpoints, LayerState, ModelCache
-from .config import ModelConfig
+from .config import ModelConfig, check_x64
 from .limits import Lost, find_lost
 from .mla import MLA, MLACache, MLAPages
 from .mlp import MLP
@@ -175,6 +175,7 @@ class LanguageModel(nnx.Module):
     """Embedding, layers, norm and head. A model file says how the layers are strung together."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
+        check_x64(config.dtype)
         hidden, dtype = config.hidden_size, config.dtype
         self.config = config
         self.embed_tokens = Vocab(config.vocab_size, hidden, dtype, 1.0, rngs=rngs)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .config import Activation, ModelConfig
 from .fields import COUNT, LAYERS, check, expect, integer, one_of, shown
+from .spelling import check_spelling
 
 # Fields that keep their name and may be absent.
 _SAME = (
@@ -43,6 +44,9 @@ _ALIASES = {
 def from_config(hf_config: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     """The config of a model from the dict in its config.json.
 
+    A field that no model here has is passed over, as published configs hold many of them, unless
+    it is almost called as one that they have.
+
     Args:
       hf_config: Kimi-Linear's, transformers' kimi_linear, Kimi-K3's (fields in `text_config`) or
         its text part alone.
@@ -50,9 +54,16 @@ def from_config(hf_config: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
     Raises:
       ValueError: a field is missing or has a value that the models do not have; says which, by its
-        name in hf_config, and what it should be.
+        name in hf_config, and what it should be. Or a field is misspelt.
+      TypeError: hf_config is no dict.
     """
+    if not isinstance(hf_config, Mapping):
+        raise TypeError(
+            f"hf_config is {shown(hf_config)}, want the dict in a config.json:"
+            " json.load(open('config.json')), or from_pretrained(folder) for the model"
+        )
     text = _text_part(hf_config)
+    check_spelling(text, _KNOWN)
     for name in ("linear_attn_config", *_REQUIRED):
         if text.get(name) is None and not (name == "linear_attn_config" and "layer_types" in text):
             raise ValueError(
@@ -122,11 +133,50 @@ _REQUIRED = (
 )
 
 
+_LINEAR = (
+    "kda_layers",
+    "full_attn_layers",
+    "num_heads",
+    "head_dim",
+    "short_conv_kernel_size",
+    "gate_lower_bound",
+    "use_full_rank_gate",
+)
+_KNOWN = frozenset(
+    (
+        *_SAME,
+        *_REQUIRED,
+        *(alias for aliases in _ALIASES.values() for alias in aliases),
+        "text_config",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "eos_token_id",
+        "linear_attn_config",
+        "layer_types",
+        "mlp_layer_types",
+        "linear_num_heads",
+        "linear_head_dim",
+        "linear_conv_kernel_dim",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "hidden_act",
+        "activation_situ_beta",
+        "activation_situ_linear_beta",
+        "mla_use_nope",
+        "attention_bias",
+        "num_nextn_predict_layers",
+        "n_routed_experts",
+    )
+)
+
+
 def _linear_fields(text: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """What linear_attn_config says, or transformers' fields; names gets where each was found."""
     linear = _value(text, "linear_attn_config", {})
     if not isinstance(linear, Mapping):
         raise ValueError(f"linear_attn_config is {shown(linear)}, want an object with its fields")
+    check_spelling(linear, _LINEAR, "linear_attn_config.")
     found = {}
     for name, key, theirs, default in (
         ("linear_num_heads", "num_heads", "linear_num_heads", 32),

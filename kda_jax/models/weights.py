@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from .config import ModelConfig
+from .config import ModelConfig, check_x64
 from .decoder import LanguageModel
 from .folder import INDEX, open_tensors, read_config
 from .hf_config import to_config
@@ -47,7 +47,12 @@ def model_class(config: ModelConfig) -> type[LanguageModel]:
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """The model with shapes in place of weights: nothing is computed or allocated."""
+    """The model with shapes in place of weights: nothing is computed or allocated.
+
+    Raises:
+      ValueError: the dtype needs jax_enable_x64.
+    """
+    check_x64(config.dtype)  # before what was kept, perhaps with it on
     return jax.tree.map(lambda leaf: leaf, _abstract(config))
 
 
@@ -76,7 +81,8 @@ def from_pretrained(
       FileNotFoundError: there is no such folder, no config.json or no safetensors file.
       WeightsError: tensors are missing, unexpected or misshapen; all of them at once, by name. Or
         a file is damaged.
-      ValueError: config.json is damaged, or not the config of a model built here.
+      ValueError: config.json is damaged, or not the config of a model built here; or float64
+        without jax_enable_x64.
     """
     folder = Path(path)
     config = read_config(folder, overrides)
@@ -119,10 +125,22 @@ def save_pretrained(
 
     Raises:
       ValueError: max_shard_bytes is below 1.
+      NotADirectoryError: path, or a folder that it would lie in, is a file.
+      TypeError: model is no model, or max_shard_bytes no integer.
     """
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"model is a {type(model).__name__}, want a KimiLinear or KimiK3")
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int | np.integer):
+        raise TypeError(f"max_shard_bytes is {max_shard_bytes!r}, want an integer")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}, want at least 1")
     folder = Path(path)
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(
+                f"path is {str(folder)!r}, but {str(place)!r} is a file: want a folder; it is made"
+                " if it is not there"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_config(model.config), indent=2) + "\n")
     leaves = parameters(model)
