@@ -106,6 +106,19 @@ def test_mixed_step_marks_both_parts(model):
     assert decoded.length.tolist() == [LOST, LOST] and filled_cache.length.tolist() == [LOST, 20]
 
 
+def test_a_lost_request_stays_so_however_long_it_goes_on(model):
+    """Its length does not grow, until int32 would wrap around to one that looks right."""
+    tokens, metadata = packed([24, 40])
+    _, cache = prefill(model, tokens, metadata, filled(model, [LOST, 0]))
+    assert cache.length.tolist() == [LOST, 40]
+    _, cache = decode_step(model, tokens[:2], cache)
+    assert cache.length.tolist() == [LOST, 41]
+    out, decoded, _ = mixed_step(
+        model, jnp.concatenate([tokens[:2], tokens]), metadata, cache, empty(model)
+    )
+    assert decoded.length.tolist() == [LOST, 42] and np.isnan(out.logits[0]).all()
+
+
 def test_without_attention_there_is_no_end():
     """KDA layers keep no rows; the vocabulary ends all the same."""
     model = random_model(k3(1, ()), backend="scan")

@@ -25,9 +25,9 @@ LOST = 1 << 30  # past the end of every cache, and as far from int32's
 class ModelCache(NamedTuple):
     """layers: per layer, KDAState or MLACache with N rows. length: int32 [N], tokens so far.
 
-    A request that had a token outside the vocabulary, or one past the end of its cache, has a
-    length of `LOST` (2**30) or more: all logits after that token are NaN. Its row can be used
-    again, from length 0.
+    A request that had a token outside the vocabulary, or one past the end of its cache, has the
+    length `LOST` (2**30), however it goes on: all logits after that token are NaN. Its row can be
+    used again, from length 0.
     """
 
     layers: tuple[LayerState, ...]

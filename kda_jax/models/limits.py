@@ -46,20 +46,20 @@ class Lost(NamedTuple):
         return jnp.where(rows[:, None], jnp.asarray(jnp.nan, x.dtype), x)
 
     def decode_length(self, length: jax.Array) -> jax.Array:
-        """Of the decode rows after the step: `LOST` or more where they are."""
+        """Of the decode rows after the step: `LOST` where they are, whatever comes after."""
         assert self.decode is not None and self.batch.active is not None
-        return jnp.maximum(length + self.batch.active, jnp.where(self.decode, LOST, 0))
+        return jnp.where(self.decode, LOST, length + self.batch.active)
 
     def prefill_length(self, length: jax.Array) -> jax.Array:
         """Of the sequences after the step, likewise."""
         assert self.batch.metadata is not None
         after = length + jnp.maximum(jnp.asarray(self.batch.metadata.seqs)[:, 1], 0)
-        return jnp.maximum(after, jnp.where(self._sequences(), LOST, 0))
+        return jnp.where(self._sequences(), LOST, after)
 
     def checkpoint_length(self, sequence: jax.Array, length: jax.Array) -> jax.Array:
         """Of checkpoints, int32 [M], after so many tokens of these sequences, likewise."""
         assert self.first is not None
-        return jnp.where(length > self.first[sequence], jnp.maximum(length, LOST), length)
+        return jnp.where(length > self.first[sequence], LOST, length)
 
     def _sequences(self) -> jax.Array:
         assert self.batch.metadata is not None and self.batch.start is not None
