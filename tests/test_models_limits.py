@@ -13,7 +13,7 @@ from model_cases import LINEAR, decode_step, k3, mixed_step, prefill, random_mod
 
 from kda_jax import Capacity, ChunkMetadata, models
 from kda_jax.models.cache import LOST
-from kda_jax.models.training import next_token_loss
+from kda_jax.models.training import mean_loss, next_token_loss
 
 ROOM, VOCAB = 64, 96
 
@@ -131,6 +131,17 @@ def test_the_loss_is_nan_or_refused(model):
     tokens, metadata = packed([40, 10])
     with pytest.raises(ValueError, match="max_length is 30, want at least 40: the longest"):
         next_token_loss(model, tokens, metadata, max_length=30)
+
+
+@pytest.mark.parametrize("token", [-1, -100, VOCAB])
+def test_the_last_token_of_a_sequence_counts(token):
+    """It is predicted, though it predicts nothing; a negative index is none from the end."""
+    tokens, metadata = packed([40, 10])
+    logits = jnp.zeros((64, VOCAB))
+    loss = jax.jit(mean_loss)
+    assert np.isfinite(loss(logits, tokens.at[63].set(token), metadata))  # padding may be anything
+    for last in (39, 49):
+        assert np.isnan(loss(logits, tokens.at[last].set(token), metadata))
 
 
 def on_host(cache):

@@ -34,8 +34,9 @@ def next_token_loss(
       backend: of the operator. The gradient of "fused" is that of "chunked".
 
     Returns:
-      A float32 scalar; NaN with a token outside the vocabulary, or with a sequence longer than
-      max_length that only the device can see.
+      A float32 scalar; NaN with a token outside the vocabulary (-100 marks none to be ignored:
+      weights do), or with a sequence longer than max_length, rounded up to a multiple of 64, that
+      only the device can see.
 
     Raises:
       ValueError: a sequence of metadata on the host is longer than max_length.
@@ -68,7 +69,9 @@ def mean_loss(
 ) -> jax.Array:
     """`next_token_loss` of logits [T, V] that are there already."""
     log_p = jax.nn.log_softmax(logits[:-1], axis=-1)
-    picked = jnp.take_along_axis(log_p, tokens[1:, None], axis=-1)[:, 0]
+    # NaN is what is taken from past the end; an index below 0 would count from there.
+    picks = jnp.where(tokens[1:] < 0, logits.shape[1], tokens[1:])
+    picked = jnp.take_along_axis(log_p, picks[:, None], axis=-1)[:, 0]
     seqs = jnp.asarray(metadata.seqs)
     ends = seqs[:, 0] + jnp.maximum(seqs[:, 1], 0)
     row = jnp.arange(1, tokens.shape[0])
