@@ -95,7 +95,9 @@ def test_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     cpu = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
     assert memory.free_bytes(cpu) == 8000 << 10
     (tmp_path / "memory.current").write_text("3000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 1\nfile 5\ninactive_file 100000\nactive_file 600000\nslab_reclaimable 300000\n"
+    )
     for limit, free in (("max", 8000 << 10), ("5000000", 3000000), ("1000000", 0)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert memory.free_bytes(cpu) == free

@@ -14,6 +14,8 @@ from .engine_config import EngineConfig, PoolSizes
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")  # of a container with version 2; elsewhere there are no such files
+# Counted as in use, and given up when memory is needed: of files, such as weights read before.
+_GIVEN_UP = ("active_file", "inactive_file", "slab_reclaimable")
 _USED = 0.8  # of what is free, by the pools that are proposed: the steps need memory, too
 
 
@@ -94,8 +96,8 @@ def _host_free() -> int | None:
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
-        kept = (_CGROUP / "memory.stat").read_text().split()  # of files: given up when needed
-        files = int(kept[kept.index("inactive_file") + 1])
+        stat = dict(x.split() for x in (_CGROUP / "memory.stat").read_text().splitlines())
+        kept = sum(int(stat.get(name, 0)) for name in _GIVEN_UP)
     except (OSError, ValueError):  # no limit reads "max"
         return available
-    return max(0, min(available, limit - used + files))
+    return max(0, min(available, limit - used + kept))
