@@ -148,6 +148,8 @@ MISSPELT = [
         "rms_norm_epss is 1e-06, but there is no such field: rename it to",
     ),
     ({"tie_word_embedding": True}, "rename it to tie_word_embeddings, or remove it"),
+    ({"eso_token_id": 2}, "eso_token_id is 2, but there is no such field: rename it to eos_token"),
+    ({"first_dense_replace": 2}, "rename it to first_k_dense_replace, or remove it"),
     (linear(gate_lower_bounds=-5), "linear_attn_config.gate_lower_bounds is -5, but there is no"),
 ]
 
@@ -171,6 +173,11 @@ def test_fields_that_shape_no_model_are_passed_over():
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 3),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 3),
         **dict.fromkeys(("n_positions", "pretraining_tp", "ep_size", "aux_loss_alpha"), 1),
+        # Closer to a known one than many a misspelling, with a word more or another short one.
+        **dict.fromkeys(("boi_token_id", "eoi_token_id", "eod_token_id", "tts_pad_token_id"), 7),
+        **dict.fromkeys(("o_lora_rank", "k_head_dim", "kv_head_dim", "linear_v_head_dim"), 7),
+        **dict.fromkeys(("moe_num_shared_experts", "moe_routed_scaling_factor"), 7),
+        **dict.fromkeys(("mtp_layer_types", "num_position_embeddings"), 7),
         "hiden_size": None,  # null is absent
     }
     assert models.from_config(LINEAR | others) == models.from_config(LINEAR)
