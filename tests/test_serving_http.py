@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from symbolic_device import VOCAB, continuation
 
 from kda_jax.serving.http import Service
+from kda_jax.serving.http.protocol import CompletionRequest
 
 GREEDY = {"temperature": 0, "return_token_ids": True}
 
@@ -120,6 +122,26 @@ def test_stop_tokens(http: httpx.Client) -> None:
     choice = complete(http, **body, stop_token_ids=[want[4]])["choices"][0]
     assert choice["token_ids"] == want[: want.index(want[4]) + 1]
     assert choice["finish_reason"] == "stop"
+
+
+NOTHING = [
+    {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "stop": [], "user": "me"},
+    {"presence_penalty": 0.0, "frequency_penalty": 0, "top_p": 1, "stop_token_ids": []},
+    {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0},
+    dict.fromkeys(("n", "best_of", "echo", "suffix", "logprobs", "logit_bias", "seed", "user")),
+    dict.fromkeys(("max_tokens", "temperature", "top_p", "stop", "stream", "stream_options")),
+    dict.fromkeys(("top_k", "metadata", "a_field_of_next_year")),
+    {"stream_options": {"include_usage": None, "include_obfuscation": False}, "stream": True},
+]
+
+
+@pytest.mark.parametrize("body", NOTHING, ids=lambda body: ",".join(body))
+def test_what_clients_send_and_asks_for_nothing(body: dict[str, Any]) -> None:
+    got = CompletionRequest.parse(json.dumps({"prompt": ["a"], **body}).encode())
+    plain = CompletionRequest.parse(b'{"prompt": "a"}')
+    got = dataclasses.replace(got, params=dataclasses.replace(got.params, seed=0))
+    plain = dataclasses.replace(plain, params=dataclasses.replace(plain.params, seed=0))
+    assert got == dataclasses.replace(plain, stream=got.stream)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,21 @@ from typing import Any
 
 from ..request import SamplingParams
 
-# Fields that clients send although there is nothing to choose here, and the values that say so.
+# Fields that clients send although there is nothing to choose here, and the values that say so. The
+# last ones are those of vLLM's clients.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (),
-    "suffix": (),
+    "suffix": ("",),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
 }
 _TAKEN = (
     "model",
@@ -97,7 +102,7 @@ class CompletionRequest:
                 if value is not None and not any(_same(value, one) for one in _FIXED[name]):
                     allowed = " or ".join(["null", *map(json.dumps, _FIXED[name])])
                     raise _wrong(name, value, f"{allowed}: nothing else is supported")
-            elif name not in _TAKEN:
+            elif name not in _TAKEN and value is not None:
                 shown = name if len(name) <= 60 else name[:57] + "..."
                 raise RequestError(f"{shown} is no argument of /v1/completions", param=shown)
         _of(body, "user", str, None, "a string")  # of no use here, but a mistake is one
@@ -144,7 +149,8 @@ def _include_usage(body: dict[str, Any], stream: bool) -> bool:
         return False
     if not stream:
         raise RequestError("stream_options is given without stream: true", param="stream_options")
-    if others := set(options) - {"include_usage"}:
+    asked = {name for name, value in options.items() if value is not None and value is not False}
+    if others := asked - {"include_usage"}:
         raise _wrong("stream_options", sorted(others), "include_usage and nothing else")
     return _of(options, "include_usage", bool, False, "true or false")
 
