@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from server_process import process
 
 from kda_jax.cli import main
 from kda_jax.cli.errors import CliError
+from kda_jax.cli.prefix_check import Answer, _cold, _lengths
 from kda_jax.cli.prefix_prompts import MOST_NEW_TOKENS, MOST_UNSHARED, questions
 from kda_jax.cli.prefix_server import lengths_for
 from kda_jax.serving import CheckpointRule
@@ -94,19 +97,55 @@ def test_prompts_that_no_block_holds(capsys: pytest.CaptureFixture) -> None:
     ("block", "longest"),
     [(16, None), (128, 2048), (256, 8192), (1536, 8192), (1536, None), (1024, 2048), (16, 200)],
 )
-def test_default_lengths_cross_blocks(block: int, longest: int | None) -> None:
-    lengths = lengths_for(block, longest)
+@pytest.mark.parametrize("drop", [False, True])
+def test_default_lengths_cross_blocks(block: int, longest: int | None, drop: bool) -> None:
+    rule = CheckpointRule(block, drop_draft_block=drop)
+    if drop and block == 1024:
+        with pytest.raises(CliError, match="takes 2048 tokens at most, too few"):
+            lengths_for(rule, longest)
+        return
+    lengths = lengths_for(rule, longest)
     assert len(set(lengths)) == 4 and list(lengths) == sorted(lengths)
-    assert lengths[0] > block + MOST_UNSHARED
+    assert lengths[0] > block * (1 + drop) + MOST_UNSHARED
     if longest is None:
-        assert lengths[0] > 2 * block and lengths[-1] > 5 * block
+        assert lengths[0] > (2 + drop) * block and lengths[-1] > 5 * block
     else:
         assert lengths[-1] + MOST_NEW_TOKENS <= longest
 
 
 def test_a_server_that_takes_no_whole_block() -> None:
     with pytest.raises(CliError, match="takes 512 tokens at most, too few to read a block of 1536"):
-        lengths_for(1536, 512)
+        lengths_for(CheckpointRule(1536), 512)
+
+
+class Digits:
+    """A server whose tokens are words and single digits: longer lists have more for a character."""
+
+    longest = 8192
+
+    def ask(self, prompt: str, most: int) -> Answer:
+        tokens = len(re.findall(r"\d| ?[A-Za-z]+|\s+|[^\w\s]+", prompt))
+        assert tokens + most <= self.longest
+        return Answer(text="", tokens=None, prompt_tokens=tokens, cached=0, steps=None)
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_default_prompts_fit_what_the_server_takes(drop: bool) -> None:
+    client: Any = Digits()
+    args = argparse.Namespace(lengths=None, format="prose", seed=0)
+    rule = CheckpointRule(1536, drop_draft_block=drop)
+    for length in _lengths(client, rule, args):
+        assert _cold(client, rule, length, args)[2]
+
+
+def test_blocks_that_are_shorter_than_a_question() -> None:
+    client: Any = Digits()
+    args = argparse.Namespace(format="prose", seed=0)
+    with pytest.raises(CliError, match=r"too many for blocks of 16: .* --format recall"):
+        _cold(client, CheckpointRule(16), 300, args)
 
 
 def test_a_server_whose_warm_answers_differ(capsys: pytest.CaptureFixture) -> None:

@@ -159,9 +159,9 @@ def _lengths(
     """Characters of the prompts, such that their tokens cross several blocks."""
     if args.lengths or rule is None:
         return args.lengths or LENGTHS
-    tokens = lengths_for(rule.block_size, client.longest)
-    # What a character is in tokens, only the server's tokenizer knows.
-    probe = questions(args.format, min(LENGTHS[-1], tokens[-1]), args.seed).prompt(0)
+    tokens = lengths_for(rule, client.longest)
+    # What a character is in tokens, only the server's tokenizer knows; at most one, surely.
+    probe = questions(args.format, tokens[-1], args.seed).prompt(0)
     share = client.ask(probe, 1).prompt_tokens / len(probe)
     return [int(count / share) for count in tokens]
 
@@ -234,6 +234,12 @@ def _cold(
             break
         if want <= answer.prompt_tokens - asked.unshared:
             return asked, answer, want
+    if rule and rule.block_size <= asked.unshared:
+        raise CliError(
+            f"--format {args.format}: its questions end in {asked.unshared} characters, too many"
+            f" for blocks of {rule.block_size}: the last one always reaches into a question;"
+            " --format recall has shorter ones"
+        )
     raise CliError(
         f"--lengths {length}: {answer.prompt_tokens} tokens are too short for blocks of"
         f" {rule.block_size if rule else 0}, of which nothing could come from the cache"

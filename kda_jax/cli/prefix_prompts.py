@@ -70,7 +70,7 @@ def _prose(size: int, seed: int) -> Questions:
     random = np.random.default_rng((seed, size))
     lines = ["Here is a list of codes.\n"]
     codes: dict[str, str] = {}
-    room = size - 150
+    room = size - 110  # the last line goes beyond, and the question follows
     while not codes or room > sum(map(len, lines)):
         number = len(codes)
         name = f"{random.choice(_COLOURS)} {random.choice(_BIRDS)} {number}"

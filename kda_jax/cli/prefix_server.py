@@ -11,6 +11,7 @@ from .prefix_prompts import MOST_NEW_TOKENS, MOST_UNSHARED
 
 LENGTHS = (300, 700, 1200, 1900)  # for blocks of up to 128 tokens, or of a size that nobody knows
 _FEWEST, _MOST = 2.3, 5.6  # blocks of the shortest and of the longest prompt
+_SURE = 0.97  # of the server's most tokens: those of a prompt are estimated, of a shorter one
 
 
 def rule_of(
@@ -42,25 +43,27 @@ def rule_of(
     return CheckpointRule(block, drop_draft_block=drop)
 
 
-def lengths_for(block_size: int, longest: int | None) -> Sequence[int]:
+def lengths_for(rule: CheckpointRule, longest: int | None) -> Sequence[int]:
     """Tokens of four prompts that cross several blocks, where the server takes such long ones.
 
     Args:
-      block_size: of the server's cache.
+      rule: the server's.
       longest: tokens of a prompt and its continuation that the server takes; None: any number.
 
     Raises:
       CliError: not even one block and a question fit.
     """
-    first, last = max(LENGTHS[0], _FEWEST * block_size), max(LENGTHS[-1], _MOST * block_size)
+    block, dropped = rule.block_size, rule.block_size * rule.drop_draft_block
+    first, last = max(LENGTHS[0], _FEWEST * block + dropped), max(LENGTHS[-1], _MOST * block)
     if longest is not None:
-        last = min(last, longest - MOST_NEW_TOKENS)
-    if last < block_size + MOST_UNSHARED:
+        last = min(last, _SURE * (longest - MOST_NEW_TOKENS))
+    least = block + dropped + MOST_UNSHARED
+    if last < least:
         raise CliError(
-            f"the server takes {longest} tokens at most, too few to read a block of {block_size}"
+            f"the server takes {longest} tokens at most, too few to read a block of {block}"
             " from its cache: a smaller block size, or a larger --max-model-len, there"
         )
     if (first, last) == (LENGTHS[0], LENGTHS[-1]):
         return LENGTHS
-    first = min(first, (block_size + MOST_UNSHARED + last) / 2)
+    first = min(first, (least + last) / 2)
     return [round(first + (last - first) * i / 3) for i in range(4)]
