@@ -61,7 +61,7 @@ def test_generate_errors(saved, capsys):
 def refused(capsys, folder, *parts):
     """By both commands that read a model's folder."""
     one_line_error(capsys, ["generate", "--model", str(folder), "--prompt", "a"], *parts)
-    one_line_error(capsys, ["serve", str(folder)], *parts)
+    one_line_error(capsys, ["serve", str(folder), "--port", "0"], *parts)
 
 
 def test_an_address_that_is_taken(saved, capsys):
