@@ -21,7 +21,7 @@ from .doctor import describe_software
 from .errors import CliError, check_output
 
 FORMAT = "kda_jax.verify/1"
-_GROUPS = ("parity", "determinism", "checkpoints", "hazards")
+_GROUPS = ("parity", "determinism", "checkpoints", "pool", "hazards")
 
 
 def verify(args: argparse.Namespace) -> int:
