@@ -27,7 +27,8 @@ def checked(check: Callable[..., None]) -> Callable[[Any], Any]:
     """Decorates a jitted step so that `check`, of the same arguments, sees them before jit does.
 
     To the program NumPy arrays are tracers, and what jit cannot take it refuses in its own words.
-    What belongs to jit stays: lower, trace, eval_shape, clear_cache.
+    What belongs to jit stays: lower, trace, eval_shape, clear_cache. These, and what wraps the
+    function itself, do not come by here: a step checks what its tracers show as well.
     """
 
     def decorate(step: Any) -> Any:

@@ -141,12 +141,7 @@ def check_prefill_room(name: str, metadata: ChunkMetadata, cache: ModelCache) ->
     lost = (length > 0) & (end > room)
     if lost.any():
         row = int(np.flatnonzero(lost)[0])
-        if end[row] >= LOST:
-            raise ValueError(_lost_before(name, row))
-        raise ValueError(
-            f"{name} has room for {room} tokens in each row, sequence {row} ends at {end[row]}:"
-            f" make it with empty_cache(config, sequences, max_length={end[row]}) or more"
-        )
+        raise _no_room(name, room, row, int(end[row]), f"sequence {row} ends at {end[row]}")
 
 
 def check_decode_room(name: str, active: Any, cache: ModelCache) -> None:
@@ -164,16 +159,17 @@ def check_decode_room(name: str, active: Any, cache: ModelCache) -> None:
     full = active & (length >= room)
     if full.any():
         row = int(np.flatnonzero(full)[0])
-        if length[row] >= LOST:
-            raise ValueError(_lost_before(name, row))
-        raise ValueError(
-            f"{name} has room for {room} tokens in each row, row {row} holds {length[row]} already:"
-            f" make it with empty_cache(config, sequences, max_length={length[row] + 1}) or more"
+        says = f"row {row} holds {length[row]} already"
+        raise _no_room(name, room, row, int(length[row]) + 1, says)
+
+
+def _no_room(name: str, room: int, row: int, need: int, says: str) -> ValueError:
+    if need >= LOST:
+        return ValueError(
+            f"row {row} of {name} is lost: an earlier step had a token outside the vocabulary or"
+            " past the end of the cache; start the request anew, from length 0"
         )
-
-
-def _lost_before(name: str, row: int) -> str:
-    return (
-        f"row {row} of {name} is lost: an earlier step had a token outside the vocabulary or past"
-        " the end of the cache; start the request anew, from length 0"
+    return ValueError(
+        f"{name} has room for {room} tokens in each row, {says}: make it with"
+        f" empty_cache(config, sequences, max_length={need}) or more"
     )
