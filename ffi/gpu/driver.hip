@@ -98,6 +98,7 @@ struct GpuDriver : GpuLaunches<K, C, Unbounded> {
     }
     // What no chunk writes, and what fp16 was too narrow for: nearly always nothing.
     const int64_t few = T::kLoops ? 2 * device.multiprocessors : int64_t(1) << 31;
+    if (p.groups == 1 && slab >= p.NC && Base::kOneLaunch) return Base::second_pass(p, stream, few);
     for (int64_t first = 0; first == 0 || first < p.NC; first += slab) {
       const int64_t last = first + slab < p.NC ? first + slab : p.NC, tasks = (last - first) * p.H;
       KDA_TRY(Base::template direct_prologue<P2>(p, stream, std::min(few, std::max(tasks, kFillBlocks)), int(first),

@@ -28,6 +28,7 @@ struct HopperCarrier {
   // Registers 4 j + 2 i + e of state[a] have a channel of tile(i), of its first or second eight as half(a, i) says:
   // with two products of 64 channels each has one half of all tiles, so that a lane's channels are near each other.
   float state[M][R], x[R];  // x: r, then v'
+  uint32_t values[2][Lanes::kBlocks][Lanes::kWidth / 2];  // of the next chunk, which x starts as
   // The first token of each slice of V that fp16 does not hold, when there is one.
   int32_t beyond[Lanes::kBlocks];
 
@@ -46,22 +47,26 @@ struct HopperCarrier {
     m.state_ready.arrive();
     barrier();
   }
-  // x starts as v.
+  // v of a chunk that has come.
   KDA_FN void load_values(int n) {
-    m.start_full[n % Stages].wait(n / Stages & 1);
-    m.values_full[n % Stages].wait(n / Stages & 1);
     const auto& stage = m.stage[n % Stages];
     KDA_UNROLL
     for (int i = 0; i < 2; ++i)
       KDA_UNROLL
       for (int b = 0; b < Lanes::kBlocks; ++b) {
         const int row = warp * kTile + 2 * Lanes::group() + i, value = carrier * kRows + Lanes::value(b);
-        uint32_t words[Lanes::kWidth / 2];
-        load_words(words, stage.values + stage.place(row, value / 8) + value % 8);
+        load_words(values[i][b], stage.values + stage.place(row, value / 8) + value % 8);
+      }
+  }
+  // x starts as v.
+  KDA_FN void start_x() {
+    KDA_UNROLL
+    for (int i = 0; i < 2; ++i)
+      KDA_UNROLL
+      for (int b = 0; b < Lanes::kBlocks; ++b)
         KDA_UNROLL
         for (int c = 0; c < Lanes::kWidth; ++c)
-          x[Lanes::reg(b, c, i)] = Tiles::template unpack<Io>(words[c / 2], c & 1);
-      }
+          x[Lanes::reg(b, c, i)] = Tiles::template unpack<Io>(values[i][b][c / 2], c & 1);
   }
   // x as right operand.
   KDA_FN void publish_narrow(RightMatrices<C, kRows>& to, const ChunkRow& chunk) {
@@ -93,7 +98,9 @@ struct HopperCarrier {
     publish_state();
     KDA_UNROLL
     for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = kNone;
-    load_values(n);
+    m.start_full[n % Stages].wait(n / Stages & 1);
+    m.values_full[n % Stages].wait(n / Stages & 1);
+    load_values(n), start_x();
     const int end = n + unit.count;
     for (; n < end; ++n) {
       if constexpr (Packs) n = same_in_warp(n);
@@ -104,6 +111,10 @@ struct HopperCarrier {
       for (int t = 0; t < KT; ++t)
         wgmma::product<Decay>(x, stage.left(Layout::kd(0, t)), m.state[carrier].right(t), true);
       wgmma::commit();
+      const int next = n + 1, parity = next / Stages & 1;
+      const bool for_state = m.for_state_full[n % Stages].test(n / Stages & 1);
+      const bool delta_read = m.delta_read.test((n - 1) & 1);
+      const bool start = m.start_full[next % Stages].test(parity), v = m.values_full[next % Stages].test(parity);
       KDA_UNROLL
       for (int a = 0; a < M; ++a) {
         const float decay[2] = {stage.decay[place(a, 0)], stage.decay[place(a, 1)]};
@@ -115,14 +126,16 @@ struct HopperCarrier {
       m.start_empty[n % Stages].arrive();
       publish_narrow(m.residual[carrier], chunk);
       barrier();
-      m.for_state_full[n % Stages].wait(n / Stages & 1);
+      if (!for_state) m.for_state_full[n % Stages].wait(n / Stages & 1);
       wgmma::fence();
       KDA_UNROLL
       for (int j = 0; j < NT; ++j)
         wgmma::product<Bounded>(x, stage.triangle(1, j), m.residual[carrier].right(j), j > 0);
       wgmma::commit();
+      const bool come = start & v & (next < end);
+      if (come) load_values(next);
       wgmma::wait<0>(x);
-      if (n > 0) m.delta_read.wait((n - 1) & 1);
+      if (n > 0 && !delta_read) m.delta_read.wait((n - 1) & 1);
       publish_narrow(m.delta[carrier], chunk);
       m.delta_ready.arrive();
       barrier();
@@ -134,15 +147,22 @@ struct HopperCarrier {
           wgmma::product<Bounded>(state[a], stage.left(Layout::kg(0, j), M * 128).at(128 * a),
                                   m.delta[carrier].right(j), true);
       wgmma::commit();
-      if (n + 1 < end) load_values(n + 1);
+      const bool state_read = m.state_read.test(n & 1);
+      if (!come && next < end) {
+        m.start_full[next % Stages].wait(parity);
+        m.values_full[next % Stages].wait(parity);
+        load_values(next);
+      }
+      if (next < end) start_x();
       KDA_UNROLL
       for (int b = 0; b < Lanes::kBlocks; ++b) beyond[b] = min(beyond[b], from_prologue);
       KDA_UNROLL
       for (int a = 0; a < M; ++a) wgmma::wait<0>(state[a]);
       m.for_state_empty[n % Stages].arrive();
-      if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
-      if (n + 1 < end) {
-        m.state_read.wait(n & 1);
+      if (chunk.checkpoint >= 0)
+        if (float* to = s.checkpoint_state(chunk.checkpoint, unit.head)) access.store(state, to, ~0u);
+      if (next < end) {
+        if (!state_read) m.state_read.wait(n & 1);
         publish_state();
       }
     }

@@ -45,8 +45,9 @@ struct HopperOperands {
       auto& stage = m.stage[n % Stages];
       if (first_lane()) stage.unit = unit, stage.row = row, stage.chunk = chunk, m.known[n % Stages].arrive();
     };
-    HopperUnit unit;
-    while ((unit = units.next()).count > 0) {
+    HopperUnit unit = units.first();
+    if (unit.count == 0) wait_for_previous(), units.ask(), unit = units.next();
+    for (; unit.count > 0; unit = units.next()) {
       ChunkRow next = s.chunk_row(unit.first);
       for (int i = 0, there = 0; i < unit.count; ++i, ++n) {
         auto& stage = m.stage[n % Stages];
@@ -54,15 +55,23 @@ struct HopperOperands {
         const int chunk = unit.first + i;
         if (i + 1 < unit.count) next = s.chunk_row(chunk + 1);
         when_empty(m.start_empty, n);
+        auto begin = [&] {
+          say(unit, chunk, row);
+          if (!beside && n == 0) wait_for_previous();  // not earlier: there is something to do with the unit alone
+          if (first_lane()) stage.fetch_start(s, chunk, unit.head, m.start_full[n % Stages]);
+        };
+        if (!beside) begin();
         stage.fetch_values(s.p, row, unit.head, unit.first_value);
         CopyByAll::commit();
         if (n > 0) {
           CopyByAll::wait<1>();
           m.values_full[(n - 1) % Stages].arrive();
         }
-        if (beside && there <= i) there = wait_until_there(s.is_there(unit.first, unit.head), i, there, unit.count);
-        say(unit, chunk, row);
-        if (first_lane()) stage.fetch_start(s, chunk, unit.head, m.start_full[n % Stages]);
+        if (beside) {
+          if (there <= i) there = wait_until_there(s.is_there(unit.first, unit.head), i, there, unit.count);
+          begin();
+        }
+        if (i == 0) units.ask();
       }
     }
     if (n > 0) {
@@ -71,7 +80,6 @@ struct HopperOperands {
     }
     when_empty(m.start_empty, n);
     say(unit, 0, {});
-    if (first_lane()) m.start_full[n % Stages].arrive();
   }
 
   // By one lane: f(stage, its number, chunk, unit) for each chunk, and behind the last one.
@@ -85,7 +93,11 @@ struct HopperOperands {
       const ChunkRow row = stage.row;
       const int chunk = stage.chunk;
       m.start_empty[n % Stages].arrive();
-      if (beside) see_other_stores();
+      if (beside) {
+        see_other_stores();
+      } else if (n == 0) {
+        wait_for_previous();
+      }
       f(stage, n, chunk, unit, row);
       if (unit.count == 0) return;
     }

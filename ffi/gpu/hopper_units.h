@@ -14,7 +14,7 @@ struct HopperPlan {
 };
 
 // us for a chunk on an H200, with n rows of V in a block.
-constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.88f : n == 32 ? 1.05f : n == 64 ? 1.4f : 2.2f; }
+constexpr KDA_FN float hopper_step_time(int n) { return n == 16 ? 0.75f : n == 32 ? 0.9f : n == 64 ? 1.25f : 2.1f; }
 
 struct HopperUnit {
   int seq, head, first_value;  // of V
@@ -32,7 +32,8 @@ KDA_FN HopperUnit same_in_warp(const HopperUnit& u) {
 
 constexpr int kOrdered = 128;  // sequences; more of them come as they are
 
-// Sequences from the longest to the shortest, and their chunks; in shared memory.
+// Sequences from the longest to the shortest, of the same length the last one first, whose operands may still be in the
+// cache; and their chunks. In shared memory.
 struct HopperOrder {
   int first[kOrdered], count[kOrdered];
   uint8_t sequence[kOrdered];
@@ -45,7 +46,7 @@ struct HopperOrder {
       int place = 0;
       for (int j = 0; j < n; ++j) {
         const int other = s.seq_row(j).num_chunks;
-        place += other > mine.num_chunks || (other == mine.num_chunks && j < i);
+        place += other > mine.num_chunks || (other == mine.num_chunks && j > i);
       }
       first[place] = mine.first_chunk, count[place] = mine.num_chunks, sequence[place] = uint8_t(i);
     }
@@ -59,27 +60,28 @@ struct HopperUnits {
   static constexpr bool kTurns = Packs && N == 128;
   const S& s;
   const HopperOrder* order;         // for packs, null: as they come
-  int upcoming = int(blockIdx.x);  // unit: asked for early, since the answer takes its time
+  int upcoming = -1;  // a unit's number, where one was asked for
 
-  // The only unit of a block without turns.
-  KDA_FN HopperUnit only() const { return set(int(blockIdx.x)); }
-  // By a warp: the next unit.
+  // A block's first unit, without turns its only one. It may have no chunks.
+  KDA_FN HopperUnit first() const { return set(int(blockIdx.x)); }
+  // What follows is by a warp, behind the launch before. The next unit, asked for early, since the answer takes its time:
+  KDA_FN void ask() {
+    upcoming = units();
+    if (kTurns && (threadIdx.x & 31) == 0) upcoming = int(gridDim.x) + atomicAdd(&s.progress().next_unit, 1);
+  }
+  // and got; without chunks: there is none.
   KDA_FN HopperUnit next() {
-    const int units = int(s.p.N) * s.p.H * (s.p.V / N);
     while (true) {
       const int at = __shfl_sync(~0u, upcoming, 0);
-      if (at >= units) return {};
-      if (!kTurns) {
-        upcoming = units;
-      } else if ((threadIdx.x & 31) == 0) {
-        upcoming = int(gridDim.x) + atomicAdd(&s.progress().next_unit, 1);
-      }
+      if (at >= units()) return {};
       const HopperUnit u = set(at);
       if (u.count > 0) return u;
+      ask();
     }
   }
 
  private:
+  KDA_FN int units() const { return int(s.p.N) * s.p.H * (s.p.V / N); }
   KDA_FN HopperUnit set(int at) const {
     const Problem& p = s.p;
     const int parts = p.V / N, row = at / parts, place = row / p.H;

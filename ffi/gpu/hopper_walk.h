@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(HopperThreads<N>::kAll, 1)
   }
   const Units units{s, ordered ? &m.order : nullptr};
   HopperUnit only = {};
-  if constexpr (!Packs) only = units.only();
-  if (!plan.beside) wait_for_previous();
+  if constexpr (!Packs) only = units.first();
 
   const int wave = wave_index<Tiles>();
   if (wave * 32 >= Threads::kCarrying + Threads::kOutputs) {
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(HopperThreads<N>::kAll, 1)
     HopperCarrier<Tiles, Policy, K, C, N, Stages, Packs> carrier{s, m, wave / 4, wave % 4};
     if constexpr (Packs) {
       for (int n = 0;;) {
-        m.start_full[n % Stages].wait(n / Stages & 1);
+        m.known[n % Stages].wait(n / Stages & 1);
         const HopperUnit unit = same_in_warp(m.stage[n % Stages].unit);
         if (unit.count == 0) break;
         n = carrier.walk(unit, n);

@@ -96,30 +96,49 @@ KDA_FN void clear_status(const S& s) {
     s.status()[i] = 0;
 }
 
-// The roles of one (chunk, head), one wave for each 16 tokens. `loaded` runs in a while; `had_inputs` when nobody reads
-// q, k, g and `shared.keys` any more, a barrier or more behind it.
-template <class P, class S, class Inputs, class A, class B>
-KDA_FN void prologue_of(const S& s, const ChunkRow& row, int chunk, int head, int wave,
-                        const Inputs& inputs, typename P::Shared& shared, A loaded, B had_inputs) {
-  auto* blob = s.blob(chunk, head);
+struct alignas(16) PrologueTask {
+  ChunkRow row;
+  int chunk, head;
+};
+
+// The roles of one task, one wave for each 16 tokens. `task` may be in shared memory: it is read wherever it is needed.
+// `loaded` runs in a while and `met` behind the barrier that follows; `factored` when nobody reads q and k any more,
+// `scored` when nobody reads `shared.keys`.
+template <class P, class S, class Task, class Inputs, class A, class B, class D, class E>
+KDA_FN void prologue_of(const S& s, const Task& task, int wave, const Inputs& inputs, typename P::Shared& shared,
+                        A loaded, B met, D factored, E scored) {
   typename P::Wave w;
-  P::load(s.p, row, head, wave, inputs, w, shared);
+  P::load(s.p, ChunkRow(task.row), task.head, wave, inputs, w, shared);
   loaded();
   __syncthreads();
-  P::channels(wave, P::NT, shared, s.decay(chunk, head));
+  met();
+  P::channels(wave, P::NT, shared, s.decay(task.chunk, task.head));
   __syncthreads();
-  P::factors(wave, P::NT, inputs, w, shared, blob);
+  P::factors(hidden(wave), P::NT, inputs, w, shared, s.blob(task.chunk, task.head));
   __syncthreads();
-  P::scores(wave, row.first, w, shared, blob);
+  factored();
+  P::scores(hidden(wave), task.row.first, w, shared, s.blob(task.chunk, task.head));
   __syncthreads();
-  had_inputs();
-  Solve<P>::solve(row, wave, w, shared, blob, s.beyond(chunk, head));
+  scored();
+  Solve<P>::solve(ChunkRow(task.row), hidden(wave), w, shared, s.blob(task.chunk, task.head), s.beyond(task.chunk, task.head));
 }
 
 // A second pass nearly always has nothing to do. On NVIDIA it is a few blocks that would loop; CDNA's compiler
 // would keep too much in scalar registers over such a loop.
 template <class Tiles, class Policy>
 constexpr bool loops = Policy::kSecond && Tiles::kLoops;
+
+// The slab's task i by a block; false: padding, and so is all that follows.
+template <class P, class S>
+KDA_FN bool prologue_task(const S& s, int i, typename P::Shared& shared) {
+  const int chunk = int(s.slab_first) + i / s.p.H, head = i % s.p.H, wave = wave_index<typename P::Tiles>();
+  const ChunkRow row = s.chunk_row(chunk);
+  if (row.sequence < 0) return false;
+  if (s.has_to(row.sequence, head))
+    prologue_of<P>(s, PrologueTask{row, chunk, head}, wave, typename P::Direct(s.p, row, head, wave), shared, [] {},
+                   [] {}, [] {}, [] {});
+  return true;
+}
 
 // One block for each (chunk of the slab, head), unless it loops. The second pass fills, too.
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
@@ -138,26 +157,27 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
     }
   }
   if constexpr (Tiles::kOverlaps && !Policy::kSecond)
-    if (blockIdx.x == 0 && threadIdx.x == 0) s.progress().next_unit = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) s.progress().clear_for_followers();
   if (Policy::kSecond && *s.status() == 0) return;
-  const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
+  const int tasks = (slab_last - slab_first) * p.H;
   int i = blockIdx.x;
   if (i >= tasks) return;
   do {
-    const int chunk = slab_first + i / p.H, head = i % p.H;
-    const ChunkRow row = s.chunk_row(chunk);
-    if (row.sequence < 0) return;  // padding, and all that follows
-    if (s.has_to(row.sequence, head)) {
-      prologue_of<P>(s, row, chunk, head, wave, typename P::Direct(p, row, head, wave), shared, [] {},
-                     [] {});
-      if (loops<Tiles, Policy>) __syncthreads();
-    }
+    if (!prologue_task<P>(s, i, shared)) return;
+    if (loops<Tiles, Policy>) __syncthreads();
     i += gridDim.x;
   } while (loops<Tiles, Policy> && i < tasks);
 }
 
 // One wave for each (sequence, head, slice). Waves do not talk to each other.
 constexpr int kWalkWaves = 4;
+
+template <class S>
+KDA_FN void walk_slice(const S& s, int64_t i) {
+  OneState<typename S::State> state;
+  const int slices = s.p.V / kTile, slice = int(i % slices), head = int(i / slices % s.p.H);
+  if (s.has_to(i / slices / s.p.H, head)) s.walk_slab(state, i / slices / s.p.H, head, slice, slice + 1);
+}
 
 template <class Tiles, class Policy, int K, int C>
 __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
@@ -171,9 +191,7 @@ __global__ void __launch_bounds__(kWalkWaves* Tiles::kWave)
   int64_t i = int64_t(blockIdx.x) * kWalkWaves + wave_index<Tiles>();
   if (i >= all) return;
   do {
-    OneState<typename S::State> state;
-    const int slice = int(i % slices), head = int(i / slices % p.H);
-    if (s.has_to(i / slices / p.H, head)) s.walk_slab(state, i / slices / p.H, head, slice, slice + 1);
+    walk_slice(s, i);
     i += int64_t(gridDim.x) * kWalkWaves;
   } while (loops<Tiles, Policy> && i < all);
 }

@@ -85,6 +85,8 @@ struct Launches {
     return direct_prologue<P>(p, stream, int64_t(last - first) * p.H, first, last);
   }
   static std::string prepare_walks(const Device&) { return ""; }
+  static constexpr bool kOneLaunch = false;  // of the second pass
+  static std::string second_pass(const Problem&, Stream&, int64_t) { return ""; }
   struct Beside {
     int width = 0;
   };

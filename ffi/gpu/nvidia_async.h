@@ -30,6 +30,17 @@ struct Barrier {  // in shared memory; sm_90
   KDA_FN void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
   }
+  // Whether it is complete. Asked early, since the answer takes its time.
+  KDA_FN bool test(int parity) const {
+    uint32_t done;
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(&word)), "r"(parity)
+        : "memory");
+    return done;
+  }
   KDA_FN void wait(int parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"

@@ -7,6 +7,7 @@
 #include "hopper_walk.h"
 #include "launches.h"
 #include "nvidia_prologue.h"
+#include "nvidia_second_pass.h"
 #include "nvidia_split_walk.h"
 #include "nvidia_tiles.h"
 
@@ -58,15 +59,24 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,
-                             int last, PrologueSplit split = {-1, 0, 0}) {
+                             int last, PrologueSplit split = {}) {
     const int64_t tasks = int64_t(last - first) * p.H;
     if constexpr (kStages)
-      if (stages(p, device))
+      if (stages(p, device)) {
+        split.asks = split.rounds > 0 || tasks >= kAskFrom * resident(device);
+        if (split.asks)
+          if (hipError_t error = clear_progress(p, stream, split.rounds > 0); error != hipSuccess) return error;
         return launch(staged_prologue_kernel<T, Policy, K, C, Unbounded>,
                       std::min(tasks, resident(device)), kThreads, sizeof(StagedMemory), stream,
                       Problem(p), first, last, PrologueSplit(split));
+      }
     return Base::template direct_prologue<P>(p, stream, tasks, first, last);
   }
+  static hipError_t clear_progress(const Problem& p, Stream& stream, bool beside) {
+    return launch(clear_progress_kernel<T, Policy, K, C>, beside ? 8 : 1, 256, 0, stream, Problem(p), bool(beside));
+  }
+  // Rounds from which it is worth a launch that blocks differ in speed.
+  static constexpr int64_t kAskFrom = 8;
   static int64_t resident(const Device& device) { return kPrologueBlocks * device.multiprocessors; }
 
   // A walk of one sequence takes the multiprocessors that it needs as soon as they are free. The prologue leaves them
@@ -84,32 +94,41 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
       for (int n = 16; n <= kWide; n *= 2) {
         const int64_t blocks = p.H * p.V / n, others = kPrologueBlocks * (sms - blocks);
         if (p.V % n != 0 || others <= 0) continue;
-        const double walk = hopper_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
+        const double walk = beside_step_time(n) * double(p.NC), beside = walk / kRoundTime * double(others);
         const int64_t rounds = int64_t(std::max(0.0, double(tasks) - beside)) / round;
         for (int64_t r = std::max(rounds, int64_t(1)); r <= rounds + 1; ++r) {
           const double rest = kRoundTime * double(std::max(tasks - r * round, int64_t(0))) / double(others);
           const double all = kRoundTime * double(r) + std::max(walk, rest);
           if (all >= least) continue;
           least = all;
-          best = {n, {int(std::min(r * round, tasks)), int(sms - blocks), int(sms)}};
+          best = {n, {true, int(r), int(sms - blocks), int(sms)}};
         }
       }
     }
     return best;
   }
-  // us on an H200: three tasks of the prologue on one multiprocessor.
-  static constexpr double kRoundTime = 14.5;
+  // us on an H200, where both run: three tasks of the prologue on one multiprocessor, and a chunk with n rows of V.
+  static constexpr double kRoundTime = 13.5;
+  static double beside_step_time(int n) { return n == 16 ? 0.85 : n == 32 ? 1.08 : n == 64 ? 1.55 : 2.55; }
 
   static std::string run_beside(const Problem& p, Stream& stream, const Device& device, const Beside& plan) {
     if constexpr (kHopper && kStages) {
-      KDA_TRY(launch(clear_progress_kernel<T, Policy, K, C>, 8, 256, 0, stream, Problem(p)));
       KDA_TRY(prologue(p, stream, device, 0, int(p.NC), plan.split));
       KDA_TRY(hopper_walk(plan.width, p, stream, 0, int(p.NC), {true, 0, device.multiprocessors}));
     }
     return "";
   }
 
+  static constexpr bool kOneLaunch = true;
+  static constexpr auto kSecondPass = second_pass_kernel<T, WidePolicy, K, C>;
+  static constexpr size_t kSecondBytes = sizeof(typename Prologue<T, WidePolicy, K, C, true>::Shared);
+  static std::string second_pass(const Problem& p, Stream& stream, int64_t blocks) {
+    KDA_TRY(launch(kSecondPass, blocks, kThreads, kSecondBytes, stream, Problem(p)));
+    return "";
+  }
+
   static std::string prepare_walks(const Device& device) {
+    KDA_TRY(allow(kSecondPass, kSecondBytes));
     if constexpr (kStages)
       if (size_t(device.shared_bytes) >= sizeof(StagedMemory))
         KDA_TRY(allow(staged_prologue_kernel<T, Policy, K, C, Unbounded>, sizeof(StagedMemory)));

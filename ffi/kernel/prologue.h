@@ -78,11 +78,12 @@ struct Prologue {
   static KDA_FN int pair(int row, int col) { return row * (row - 1) / 2 + col; }
 
   // ---- load ----------------------------------------------------------------------------------
-  // Where q, k and g of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
+  // Where the inputs of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
   // near enough to be read again for the factors, instead of kept in registers. `kSums`: `sums` makes of g what is summed
   // of the decays, and the totals, in a way of its own.
   struct Direct {
     static constexpr bool kAgain = false, kSums = false;
+    struct Gates {};
     const Problem& p;
     int64_t row, stride;
     int valid;
@@ -99,6 +100,9 @@ struct Prologue {
     KDA_FN void g(Acc& a, Acc& b, int t) const {
       Tiles::load2(a, b, p.g, row + t * kTile, stride, valid);
     }
+    static KDA_FN RowVec beta(const Problem& p, int64_t first, int head, int valid) {
+      return Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
+    }
   };
 
   template <class Inputs>
@@ -106,26 +110,39 @@ struct Prologue {
                           const Inputs& in, Wave& w, Shared& s) {
     const int valid = valid_rows(chunk, block);
     const int64_t first = chunk.first + block * kTile;
+    w.beyond = kNone;
     if constexpr (!Inputs::kSums) {
       KDA_UNROLL
       for (int t = 0; t < KT; t += 2) in.g(w.sum[t], w.sum[t + 1], t);
     }
-    KDA_UNROLL
-    for (int t = 0; t < KT; t += 2) {
-      in.q(w.x.q[t], w.x.q[t + 1], t);
-      in.k(w.x.k[t], w.x.k[t + 1], t);
+    [[maybe_unused]] typename Inputs::Gates staged;
+    if constexpr (Inputs::kAgain) {  // one after the other, and before the sums: registers are few
+      staged.load(rate(p, head), p.dt_bias + int64_t(head) * K);
+      KDA_UNROLL
+      for (int t = 0; t < KT; t += 2) in.q(w.x.q[t], w.x.q[t + 1], t);
+      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
+      KDA_UNROLL
+      for (int t = 0; t < KT; t += 2) in.k(w.x.k[t], w.x.k[t + 1], t);
+      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+    } else {
+      KDA_UNROLL
+      for (int t = 0; t < KT; t += 2) {
+        in.q(w.x.q[t], w.x.q[t + 1], t);
+        in.k(w.x.k[t], w.x.k[t + 1], t);
+      }
     }
-    w.beta = Tiles::load_rows(p.beta, first * p.H + head, p.H, valid);
+    w.beta = in.beta(p, first, head, valid);
     w.unit = Unbounded ? 1.0f : p.lower_bound * kLog2E;
     if constexpr (Inputs::kSums) {
-      in.sums(w.sum, s.total[block], rate(p, head), p.dt_bias + int64_t(head) * K, w.unit, valid);
+      in.sums(w.sum, s.total[block], staged, w.unit, valid);
     } else {
       gates(p, head, valid, w);
     }
 
-    w.beyond = kNone;
-    w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
-    w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+    if constexpr (!Inputs::kAgain) {
+      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
+      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+    }
     if constexpr (Unbounded) {
       Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
     } else if constexpr (!Inputs::kSums) {

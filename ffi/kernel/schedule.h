@@ -48,7 +48,8 @@ struct Schedule {
   // Before it, where a walk can run beside the prologue: how the work is given away, and which (head, chunk)s are
   // there, a byte each.
   struct Progress {
-    int32_t next_task, first_multiprocessor, next_unit, unused;
+    int32_t next_task, first_multiprocessor, next_unit, second_task, second_done, unused[3];
+    KDA_FN void clear_for_followers() { next_unit = second_task = second_done = 0; }
   };
   static constexpr int64_t progress_bytes(const Problem& p) {
     const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
