@@ -128,10 +128,9 @@ KDA_FN void prologue_of(const S& s, const Task& task, int wave, const Inputs& in
 template <class Tiles, class Policy>
 constexpr bool loops = Policy::kSecond && Tiles::kLoops;
 
-// The slab's task i by a block; false: padding, and so is all that follows.
+// A task by a block; false: padding, and so is all that follows.
 template <class P, class S>
-KDA_FN bool prologue_task(const S& s, int i, typename P::Shared& shared) {
-  const int chunk = int(s.slab_first) + i / s.p.H, head = i % s.p.H, wave = wave_index<typename P::Tiles>();
+KDA_FN bool prologue_task(const S& s, int chunk, int head, int wave, typename P::Shared& shared) {
   const ChunkRow row = s.chunk_row(chunk);
   if (row.sequence < 0) return false;
   if (s.has_to(row.sequence, head))
@@ -159,11 +158,11 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave)
   if constexpr (Tiles::kOverlaps && !Policy::kSecond)
     if (blockIdx.x == 0 && threadIdx.x == 0) s.progress().clear_for_followers();
   if (Policy::kSecond && *s.status() == 0) return;
-  const int tasks = (slab_last - slab_first) * p.H;
+  const int tasks = (slab_last - slab_first) * p.H, wave = wave_index<Tiles>();
   int i = blockIdx.x;
   if (i >= tasks) return;
   do {
-    if (!prologue_task<P>(s, i, shared)) return;
+    if (!prologue_task<P>(s, slab_first + i / p.H, i % p.H, wave, shared)) return;
     if (loops<Tiles, Policy>) __syncthreads();
     i += gridDim.x;
   } while (loops<Tiles, Policy> && i < tasks);

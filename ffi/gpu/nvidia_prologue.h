@@ -21,12 +21,14 @@ struct PrologueSplit {
 
 template <class Tiles, class Policy, int K, int C, bool Unbounded>
 struct StagedPrologueMemory {
+  using Progress = typename Schedule<Tiles, Policy, K, C>::Progress;
   using Rows = typename InputStage<Tiles, K, C>::Rows;
   using Shared = typename Prologue<Tiles, Policy, K, C, Unbounded>::Shared;
   Shared shared;
   alignas(128) Rows q, k;
   PrologueTask task[2];  // in turn: this one, and the next one; of sequence -1: none
-  int taken, stays;  // stays: below 0, nobody has asked
+  Progress* progress;  // which takes long to work out
+  int taken, stays;    // stays: below 0, nobody has asked
   int done_chunk, done_head;
   uint32_t beta[C];  // as they are
   // g is where the decayed keys will be.
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
     int first = -1;
 #pragma unroll 1
     for (int i = 0; i < 100 && first < 0; ++i)
-      first = *static_cast<volatile int*>(&s.progress().first_multiprocessor) - 1;
+      first = *static_cast<volatile int*>(&m.progress->first_multiprocessor) - 1;
     const int all = split.multiprocessors;
     return first < 0 || (multiprocessor() - first + all) % all < split.staying;
   };
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
       if (m.stays < 0) m.stays = stays();
       if (!m.stays) return all;
     }
-    return blocks + atomicAdd(&s.progress().next_task, 1);
+    return blocks + atomicAdd(&m.progress->next_task, 1);
   };
   // and the task, its row on the way.
   auto set = [&](PrologueTask& task, int i) {
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   const int wave = wave_index<Tiles>();
   if (threadIdx.x == 0) {
     set(m.task[0], int(blockIdx.x));
-    m.taken = 1, m.stays = m.done_chunk = -1;
+    m.taken = 1, m.stays = m.done_chunk = -1, m.progress = &s.progress();
   }
   CopyByAll::commit();
   CopyByAll::wait<0>();
@@ -116,8 +118,8 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
     let_next_start();
     if (slab_first == 0 && !awaited()) clear_status(s);
     if (threadIdx.x != 0 || blockIdx.x != 0) return;
-    if (!awaited()) s.progress().clear_for_followers();
-    *static_cast<volatile int*>(&s.progress().first_multiprocessor) = 1 + multiprocessor();
+    if (!awaited()) m.progress->clear_for_followers();
+    *static_cast<volatile int*>(&m.progress->first_multiprocessor) = 1 + multiprocessor();
   };
   if (m.task[0].row.sequence < 0) {  // padding, and all that follows
     begin();

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave) second_pass_kernel(K
   const S s{p, 0, p.NC};
   after_previous();
   fill(s);
-  const int tasks = int(p.NC) * p.H;
+  const int tasks = int(p.NC) * p.H, wave = wave_index<Tiles>();
   if (tasks == 0 || *s.status() == 0) return;
   const int64_t walks = p.N * p.H * (p.V / kTile);
   while (true) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave) second_pass_kernel(K
     __syncthreads();
     const int i = claimed;
     if (i < tasks) {
-      prologue_task<P>(s, i, shared);
+      prologue_task<P>(s, i / p.H, i % p.H, wave, shared);
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) atomicAdd(&s.progress().second_done, 1);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave) second_pass_kernel(K
       while (*static_cast<volatile int*>(&s.progress().second_done) < tasks) __nanosleep(100);
     __threadfence();
     __syncthreads();
-    if (walk + wave_index<Tiles>() < walks) walk_slice(s, walk + wave_index<Tiles>());
+    if (walk + wave < walks) walk_slice(s, walk + wave);
     __syncthreads();
   }
 }
