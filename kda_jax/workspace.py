@@ -52,7 +52,7 @@ def workspace(
     if groups == 1:
         slab = max(1, min(slab, _SLAB_BYTES[platform] // chunk))
     if platform == "cuda":  # how far the prologue is
-        status += -(-(16 + H * min(slab, capacity.chunks)) // 128) * 128
+        status += -(-(32 + H * min(slab, capacity.chunks)) // 128) * 128
     if groups > 1:
         slots = 4 * capacity.sequences * H * groups * (V + K) * K
         return Workspace(slab, slab * chunk + slots + status)

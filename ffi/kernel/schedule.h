@@ -51,6 +51,7 @@ struct Schedule {
     int32_t next_task, first_multiprocessor, next_unit, second_task, second_done, unused[3];
     KDA_FN void clear_for_followers() { next_unit = second_task = second_done = 0; }
   };
+  static_assert(sizeof(Progress) == 32, "kda_jax/workspace.py counts it");
   static constexpr int64_t progress_bytes(const Problem& p) {
     const int64_t chunks = p.slab_chunks < p.NC ? p.slab_chunks : p.NC;
     return Tiles::kOverlaps ? (int64_t(sizeof(Progress)) + p.H * chunks + 127) / 128 * 128 : 0;
