@@ -7,12 +7,13 @@
 
 namespace kda {
 
-// "" or what is wrong. `smallest_chunk`: the smallest chunk size that the target was compiled for.
-inline std::string check_sizes(const Problem& p, int smallest_chunk, int64_t workspace_bytes) {
+// "" or what is wrong. `smallest_chunk`: the smallest chunk size that the target was compiled for;
+// `tokens`: besides, it takes chunks of one token.
+inline std::string check_sizes(const Problem& p, int smallest_chunk, int64_t workspace_bytes, bool tokens = false) {
   auto number = [](int64_t n) { return std::to_string(n); };
   if (p.V < 16 || p.V > 256 || p.V % 16)
     return "V is " + number(p.V) + ", want a multiple of 16 up to 256";
-  if (p.C < smallest_chunk || p.C > 64 || (p.C & (p.C - 1)))
+  if ((p.C < smallest_chunk && !(tokens && p.C == 1)) || p.C > 64 || (p.C & (p.C - 1)))
     return "chunk_size is " + number(p.C) + ", the kernel has powers of two from " +
            number(smallest_chunk) + " to 64";
   if (p.groups < 1 || p.groups > 64) return "groups is " + number(p.groups) + ", want 1 to 64";

@@ -1,7 +1,8 @@
 """One token of each request: the recurrence's step, for decoding.
 
 The same lines as the token recurrence of backend "scan" (the operator's definition), for a batch of
-rows that each have their own state. Rows are independent, so idle ones may take part.
+rows that each have their own state, or a kernel's (fused.py). Rows are independent, so idle ones
+may take part.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .fused import decode_in_pool
 from .gate import activate, compute_dtype
 from .pool_arguments import bind_step_rows, check_cache, check_states
 from .scan import recurrence
@@ -38,8 +40,9 @@ def kda_decode_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Kimi Delta Attention for one token per row, from raw gates.
 
-    The formulas are those of `kda_jax.chunk_kda_prefill`, in plain JAX; on the state of a prefill
-    it is the prefill's next token.
+    The formulas are those of `kda_jax.chunk_kda_prefill`; on the state of a prefill it is the
+    prefill's next token. Plain JAX, but with state_cache on an AMD GPU, where a kernel reads and
+    writes each state once (q, k, v in bfloat16 or all in float16, K 64 or 128, V a multiple of 16).
 
     Args:
       q, k, raw_g: ``[R, H, K]``, K in 1..256; bfloat16, float16 or float32, in any mix (float64
@@ -91,6 +94,8 @@ def kda_decode_step(
         check_cache("state_cache", state_cache, "state_indices", state_indices)
         check_states(state_cache, want, "[P, H, V, K]", inputs)
         pool = bind_step_rows(state_cache, state_indices, has_initial_state, active, R)
+        if (done := decode_in_pool(inputs, pool.of_kernel(), config)) is not None:
+            return jnp.where(valid[:, None, None], done.out, 0), done.state_cache
         after, out = step(pool.read(), token)
         return out.astype(v.dtype), pool.write(after)
     if has_initial_state is not None:

@@ -15,19 +15,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from . import devices, native
+from .capacity import Capacity
 from .chunked import ChunkedBackend
 from .fused_call import custom_call
+from .gate import activate, starting_states
 from .metadata import ChunkMetadata
 from .pool import gather_run_scatter
-from .sharding import split_over_heads
+from .scan import recurrence
+from .sharding import run_on_auto_axes, split_over_heads
 from .types import CallSpec, KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
 _TILE = 16
 _MAX_GROUPS = 64
+# Whose kernel takes chunks of one token, for decode steps. CUDA's has not run on a card with them.
+_TOKEN_PLATFORMS = ("rocm",)
 
 Result = KDAResult | KDAPoolResult
 Kernel = Callable[[KDAInputs, StatePool | None, ChunkMetadata], Result]
@@ -64,6 +70,8 @@ class FusedBackend:
             return f"its kernel has K = 64 and 128, not {spec.K}; use 'chunked'"
         if spec.V % _TILE or not _TILE <= spec.V <= 256:
             return f"its kernel takes V in multiples of 16 up to 256, not {spec.V}; use 'chunked'"
+        if spec.chunk_size == 1 and spec.platform not in _TOKEN_PLATFORMS:
+            return f"its kernel for {spec.platform} has no chunks of one token"
         if spec.chunk_size == 16 and spec.platform != "cpu":
             return "on a GPU its kernel has chunks of 32 and 64 tokens, not 16; use 'chunked'"
         if spec.groups is not None and spec.groups > _MAX_GROUPS:
@@ -81,6 +89,46 @@ class FusedBackend:
         result = _differentiable(self.portable, self.mixed, config)(inputs, pool, metadata)
         assert isinstance(result, KDAPoolResult)
         return result
+
+
+def decode_in_pool(inputs: KDAInputs, pool: StatePool, config: KDAConfig) -> KDAPoolResult | None:
+    """One token of each request by the kernel, which reads and writes each state once.
+
+    XLA gathers the requests' rows into a copy, reads that three times and scatters the result.
+
+    Args:
+      inputs: q, k, v, g ``[R, H, .]`` and beta ``[R, H]``, no initial state.
+      pool: the requests' rows; no checkpoints.
+      config: state_layout "vk", groups None.
+
+    Returns:
+      None where no platform here has a kernel for it.
+    """
+    metadata = token_each(inputs.q.shape[0])
+    if not _able(inputs, metadata, config):
+        return None
+
+    def run(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> KDAPoolResult:
+        assert pool is not None
+        return FUSED_AUTO.run_in_pool(inputs, pool, config, metadata)
+
+    result = run_on_auto_axes(run, inputs, pool, metadata)
+    assert isinstance(result, KDAPoolResult)
+    return result
+
+
+@functools.lru_cache
+def token_each(requests: int) -> ChunkMetadata:
+    """The layout of a decode step: sequences, and chunks, of one token."""
+    i = np.arange(requests, dtype=np.int32)
+    one, none = np.ones_like(i), np.full_like(i, -1)
+    return ChunkMetadata(
+        seqs=np.stack([i, one, i, one], axis=1),
+        chunks=np.stack([i, i, one, none], axis=1),
+        checkpoints=np.zeros((0, 2), np.int32),
+        chunk_size=1,
+        capacity=Capacity(requests, requests, requests),
+    )
 
 
 def _wrong_dtypes(spec: CallSpec) -> str | None:
@@ -135,9 +183,19 @@ def _chunked(
     inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata, config: KDAConfig
 ) -> Result:
     config = dataclasses.replace(config, groups=None)
+    run = _token_of_each if metadata.chunk_size == 1 else _CHUNKED.run
     if pool is None:
-        return _CHUNKED.run(inputs, config, metadata)
-    return gather_run_scatter(lambda x: _CHUNKED.run(x, config, metadata), inputs, pool, metadata)
+        return run(inputs, config, metadata)
+    return gather_run_scatter(lambda x: run(x, config, metadata), inputs, pool, metadata)
+
+
+def _token_of_each(inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata) -> KDAResult:
+    states = starting_states(inputs, config, jnp.asarray(metadata.seqs))
+    token = activate(inputs, config, valid=jnp.ones(inputs.q.shape[0], jnp.bool_))
+    states, out = jax.vmap(recurrence)(states, token)
+    return KDAResult(
+        out.astype(inputs.v.dtype), states, jnp.zeros_like(states, shape=(0, *states.shape[1:]))
+    )
 
 
 def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:

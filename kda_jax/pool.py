@@ -101,6 +101,11 @@ class StepPool(NamedTuple):
     rows_read: jax.Array
     rows_written: jax.Array
 
+    def of_kernel(self) -> StatePool:
+        """The same for a kernel's call, without checkpoints."""
+        has = self.rows_read < self.states.shape[0]
+        return StatePool(self.states, self.rows_written, has, jnp.zeros((0,), jnp.int32))
+
     def read(self, *within: slice) -> jax.Array:
         """The states of the requests, zeros where a request has none."""
         state = read_rows(self.states, self.rows_read, *within)

@@ -35,6 +35,7 @@ HIPCC = ROOT / "tools" / "amd" / "hipcc.sh"
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++17")  # as in ffi/rocm.cmake
 ARCHITECTURES = ("gfx942", "gfx950")
 TILE, WAVE, WALK_WAVES, FILL_BLOCKS = 16, 64, 4, 64
+TOKEN_THREADS = 128
 GROUP_STAGES = ("groups, first walk", "groups, scan", "groups, second walk")
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
@@ -142,6 +143,10 @@ class _Launcher:
 
 def _launch(p: Problem, run: _Launcher) -> None:
     """GpuDriver::run of driver.hip."""
+    if p.C == 1:
+        blocks = p.N * p.H * p.V // TILE
+        run("tokens", "tokens_kernel", f"Li{p.K}E", (blocks, 1), TOKEN_THREADS)
+        return
     sizes = f"Li{p.K}ELi{p.C}E"
     walk, slices, unbounded = WALK_WAVES * WAVE, p.V // TILE, p.gate != 0
 

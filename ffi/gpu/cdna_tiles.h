@@ -100,12 +100,16 @@ struct CdnaTiles : CdnaProducts {
     const auto* x = reinterpret_cast<const Float4*>(p + 2 * col(0));
     a.x = x[0], b.x = x[1];
   }
+  using Element = std::conditional_t<std::is_same_v<Io, BF16>, __bf16, _Float16>;
+  static KDA_FN float element(const Tensor& t, int64_t at) {
+    return t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
+                                 : float(static_cast<const Element*>(t.data)[at]);
+  }
+  static KDA_FN void put(void* data, int64_t at, float x) { static_cast<Element*>(data)[at] = Element(x); }
+  static KDA_FN float exchange(float x, int d) { return shuffle(x, lane() ^ d); }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
-    using Element = std::conditional_t<std::is_same_v<Io, BF16>, __bf16, _Float16>;
-    const int64_t at = offset + row() * stride;
     if (row() >= valid) return {0};
-    return {t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
-                                  : float(static_cast<const Element*>(t.data)[at])};
+    return {element(t, offset + row() * stride)};
   }
   static KDA_FN void store(void* data, DType, int64_t offset, int64_t stride, const Acc& a,
                            int from, int to) {  // rows [from, to)

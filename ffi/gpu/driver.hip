@@ -11,6 +11,7 @@
 #include "cdna_tiles.h"
 #include "launches.h"
 #endif
+#include "tokens.h"
 
 namespace kda {
 inline namespace KDA_ISA {
@@ -111,6 +112,14 @@ struct GpuDriver : GpuLaunches<K, C, Unbounded> {
   }
 };
 
+// Chunks of one token: a launch, and no workspace.
+std::string run_tokens(const Problem& p, hipStream_t on) {
+  Stream stream{on, false};
+  const int64_t blocks = std::max<int64_t>(p.N * p.H * (p.V / kTile), 1);
+  KDA_TRY(launch(tokens_kernel<GpuTiles, KDA_K>, blocks, kTokenThreads, 0, stream, Problem(p)));
+  return "";
+}
+
 template <class F>
 auto with_gate(const Problem& p, F f) {
   if (p.C == 32) {
@@ -121,9 +130,11 @@ auto with_gate(const Problem& p, F f) {
 
 const gpu::Driver kDriver = {
     [](const Problem& p) {
+      if (p.C == 1) return int64_t(0);
       return with_gate(p, [&](auto d) { return decltype(d)::S::workspace_bytes(p); });
     },
     [](const Problem& p, void* stream) {
+      if (p.C == 1) return run_tokens(p, static_cast<hipStream_t>(stream));
       return with_gate(
           p, [&](auto d) { return decltype(d)::run(p, static_cast<hipStream_t>(stream)); });
     },

@@ -20,7 +20,8 @@ std::string check(const Problem& p) {
     if (t->type != p.q.type && t->type != DType::kF32)
       return "g and beta must have the type of q or be float32";
   if (p.NC * p.H >= int64_t(1) << 31) return "too many chunks and heads for one launch";
-  return check_sizes(p, 32, workspace_bytes(p));
+  if (p.C == 1 && p.N * p.H * p.V / 16 >= int64_t(1) << 31) return "too many sequences and heads for one launch";
+  return check_sizes(p, 32, workspace_bytes(p), true);
 }
 
 }  // namespace

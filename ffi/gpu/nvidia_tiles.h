@@ -159,16 +159,21 @@ struct NvidiaTiles : NvidiaProducts {
     b = {{w.x, w.y, w.z, w.w}};
   }
   static KDA_FN float widen(uint32_t pair, int which) { return unpack<Io>(pair, which); }
+  static KDA_FN float element(const Tensor& t, int64_t at) {
+    return t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
+                                 : unpack<Io>(static_cast<const uint16_t*>(t.data)[at], 0);
+  }
+  static KDA_FN void put(void* data, int64_t at, float x) {
+    static_cast<uint16_t*>(data)[at] = uint16_t(pack<Io>(x, 0.0f));
+  }
+  static KDA_FN float exchange(float x, int d) { return __shfl_xor_sync(~0u, x, d); }
   static KDA_FN RowVec load_rows(const Tensor& t, int64_t offset, int64_t stride, int valid) {
     RowVec v;
     KDA_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int r = token_row(2 * i);
       const int64_t at = offset + r * stride;
-      v.x[i] = 0;
-      if (r < valid)
-        v.x[i] = t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
-                                       : unpack<Io>(static_cast<const uint16_t*>(t.data)[at], 0);
+      v.x[i] = r < valid ? element(t, at) : 0;
     }
     return v;
   }

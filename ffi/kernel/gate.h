@@ -38,6 +38,12 @@ KDA_FN float softplus(float x) {
   return (x > 0 ? x : 0.0f) + 2.0f * s * p;
 }
 
+// A head's rate: -exp(A_log), in log2 units.
+template <class Math>
+KDA_FN float head_rate(float A_log) {
+  return -kLog2E * Math::exp2(A_log * kLog2E);
+}
+
 // The log decay: in log2 units, for a bounded gate in units of lower_bound * log2(e). `rate` is the head's
 // -exp(A_log) log2(e), `bias` the channel's dt_bias, for a bounded gate already times the rate.
 template <class Math>

@@ -187,7 +187,7 @@ struct Prologue {
   }
   static constexpr float kLongest = 1 << 14, kShortest = 1.0f / (1 << 10);  // squares of a row's norm
 
-  static KDA_FN float rate(const Problem& p, int head) { return -kLog2E * Tiles::exp2(p.A_log[head] * kLog2E); }
+  static KDA_FN float rate(const Problem& p, int head) { return head_rate<Tiles>(p.A_log[head]); }
   static KDA_FN void gates(const Problem& p, int head, int valid, Wave& w) {
     const bool raw = p.gate != Gate::kActivated;
     const float rate = raw ? Prologue::rate(p, head) : 0.0f;

@@ -4,8 +4,9 @@
     build/amd/aot-venv/bin/python tools/amd/aot_prefill.py
 
 The real library, kda_jax._native_rocm, registers its handler on platform ROCM, as it does on a
-machine with a GPU. Each compiled module must hold exactly one custom call, kda_prefill_v1, with the
-operands, results and row-major layouts that the kernel takes. Compiled, not executed.
+machine with a GPU. Each compiled module must hold exactly one custom call, kda_prefill_v1, of a
+decode step in a pool kda_prefill_pool_v1, with the operands, results and row-major layouts that the
+kernel takes. Compiled, not executed.
 """
 
 from __future__ import annotations
@@ -17,15 +18,36 @@ import aot
 import rocm_module
 
 T, N, M, H, K, V, HIDDEN = 8192, 4, 4, 12, 128, 128, 1024
+REQUESTS, ROWS = 256, 300
+
+
+def row_major(dtype: str, *shape: int) -> str:
+    layout = ",".join(str(axis) for axis in reversed(range(len(shape))))
+    return f"{dtype}[{','.join(map(str, shape))}]{{{layout}}}"
+
+
+def expected_decode() -> Any:
+    """A decode step's call, in a pool."""
+    pool = row_major("f32", ROWS, H, V, K)
+    operands = [
+        *(row_major("bf16", REQUESTS, H, width) for width in (K, K, V, K)),
+        row_major("bf16", REQUESTS, H),
+        row_major("f32", H),
+        row_major("f32", H, K),
+        pool,
+        row_major("s32", REQUESTS),
+        row_major("pred", REQUESTS),
+        row_major("s32", 0),
+        row_major("s32", REQUESTS, 4),
+        row_major("s32", REQUESTS, 4),
+        row_major("s32", 0, 2),
+    ]
+    results = [row_major("bf16", REQUESTS, H, V), pool, row_major("u8", 0)]
+    return aot.CustomCall("kda_prefill_pool_v1", tuple(operands), tuple(results))
 
 
 def expected(dtype: str, metadata: Any, num_bytes: int, *, state: bool, heads: int) -> Any:
     """The call: shapes with layouts, minor to major."""
-
-    def row_major(dtype: str, *shape: int) -> str:
-        layout = ",".join(str(axis) for axis in reversed(range(len(shape))))
-        return f"{dtype}[{','.join(map(str, shape))}]{{{layout}}}"
-
     states = row_major("f32", N, heads, V, K)
     operands = [
         *(row_major(dtype, T, heads, width) for width in (K, K, V, K)),
@@ -54,6 +76,7 @@ def programs() -> Any:
     from flax import nnx
 
     from kda_jax import ChunkMetadata, chunk_kda_prefill
+    from kda_jax.decode import kda_decode_step
     from kda_jax.layer import KDACache, KDALayerConfig, KDAState, KimiDeltaAttention
     from kda_jax.workspace import workspace
 
@@ -91,6 +114,20 @@ def programs() -> Any:
         call = expected(names[dtype], metadata, bytes_, state=state, heads=H)
         name = f"prefill, {dtype}, backend {backend}, {options}"
         yield name, *prefill(dtype, backend, state, **options), call
+
+    def decode(arrays: Any, pool: Any, rows: Any) -> Any:
+        return kda_decode_step(*arrays, state_cache=pool, state_indices=rows)
+
+    token = struct((REQUESTS, H, K), jnp.bfloat16)
+    arrays = (
+        *[token] * 4,
+        struct((REQUESTS, H), jnp.bfloat16),
+        struct((H,), f32),
+        struct((H, K), f32),
+    )
+    pool = struct((ROWS, H, V, K), f32)
+    arguments = (arrays, pool, struct((REQUESTS,), jnp.int32))
+    yield "decode step in a pool, bfloat16", decode, arguments, expected_decode()
 
     config = KDALayerConfig(hidden=HIDDEN, heads=H, head_dim=K)
     layer = nnx.eval_shape(lambda: KimiDeltaAttention(config, rngs=nnx.Rngs(0)))
