@@ -105,8 +105,11 @@ def decode_in_pool(inputs: KDAInputs, pool: StatePool, config: KDAConfig) -> KDA
       None where no platform here has a kernel for it.
     """
     metadata = token_each(inputs.q.shape[0])
-    if not _able(inputs, metadata, config):
+    if metadata.capacity.sequences == 0 or not _able(inputs, metadata, config):
         return None
+    assert inputs.A_log is not None and inputs.dt_bias is not None
+    rates = (x.astype(jnp.float32) for x in (inputs.A_log, inputs.dt_bias))
+    inputs = inputs._replace(**dict(zip(("A_log", "dt_bias"), rates, strict=True)))
 
     def run(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> KDAPoolResult:
         assert pool is not None

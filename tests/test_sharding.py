@@ -185,6 +185,18 @@ def jit_on_heads_of_an_explicit_mesh(backend: str) -> None:
     return None
 
 
+@check("fused", "auto")
+def jit_under_set_mesh(backend: str) -> None:
+    """With explicit axes, whose shardings JAX would note in the partitioned call, too."""
+    import jax
+
+    setting = Setting(explicit=True)
+    with jax.set_mesh(setting.mesh):
+        result = run(functools.partial(call, backend), setting.placed(), calls_of(backend))
+    assert_close(result, setting.single)
+    assert_on_heads(result)
+
+
 @check("fused", "auto", "chunked", "scan")
 def shard_map_on_heads(backend: str) -> None:
     setting = Setting()
