@@ -40,8 +40,8 @@ def split_over_heads(
         return tuple(kernel(*jax.tree.unflatten(tree, leaves)))
 
     def local(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        # Under `jax.set_mesh` jax 0.12 would note shardings on explicit axes, which XLA then meets
-        # behind its partitioner: "No registered implementation for untyped custom call to Sharding".
+        # Under `jax.set_mesh` jax 0.12 would note shardings on explicit axes, and XLA meets them
+        # behind its partitioner: "No registered implementation for ... custom call to Sharding".
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return flat(*leaves)
 
