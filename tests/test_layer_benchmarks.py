@@ -44,6 +44,19 @@ def test_the_plain_decode_step_is_the_operator() -> None:
     np.testing.assert_allclose(state, want[1], atol=1e-5)
 
 
+def test_the_decode_step_in_a_pool() -> None:
+    sets, (metadata,) = neighbours.decode(2, 1, 2)
+    step = neighbours.InPool(2, 1)
+    before = np.asarray(step.pool)
+    outs = step(sets)
+    state = before[np.asarray(step.rows)]
+    for (args, _), out in zip(sets, outs, strict=True):
+        want, state = neighbours.plain_decode(args, state, metadata)
+        np.testing.assert_allclose(np.float32(out), np.float32(want[0]), atol=1e-2)
+    np.testing.assert_allclose(step.pool[step.rows], state, atol=1e-5)
+    assert step(sets)[0].shape == outs[0].shape  # on the pool that it left
+
+
 def test_what_an_operator_adds_to_a_layer() -> None:
     cells = {"fused": {"median": 5.0}, layer.STAND_IN: {"median": 3.0}}
     assert layer.in_place({"stack": cells, "layers": 10}) == pytest.approx(0.2)

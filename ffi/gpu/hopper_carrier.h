@@ -93,6 +93,7 @@ struct HopperCarrier {
   KDA_FN int walk(const HopperUnit& unit, int n) {
     const int first_value = unit.first_value + carrier * kRows;
     const Access access{W::strides(s.p), first_value, warp, m.scratch(carrier, warp)};
+    if (!unit.from_start) wait_for_previous();  // for the walk of the slab before, for which that launch has waited
     access.load(state, s.entry(unit.seq, unit.head, unit.from_start));
     if (n > 0) m.state_read.wait((n - 1) & 1);
     publish_state();
