@@ -33,5 +33,6 @@ PYBIND11_MODULE(KDA_MODULE, m) {
   m.def(
       "architectures", [] { return std::string(KDA_ARCHITECTURES); },
       "GPU architectures that the kernel was compiled for, separated by commas.");
+  m.attr("token_chunks") = true;  // the handlers take chunks of one token
 #endif
 }

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .fused import decode_in_pool
 from .gate import activate, compute_dtype
+from .pool import StepPool
 from .pool_arguments import bind_step_rows, check_cache, check_states
 from .scan import recurrence
 from .types import Gate, KDAConfig, KDAInputs
@@ -43,6 +43,8 @@ def kda_decode_step(
     The formulas are those of `kda_jax.chunk_kda_prefill`; on the state of a prefill it is the
     prefill's next token. Plain JAX, but with state_cache on an AMD GPU, where a kernel reads and
     writes each state once (q, k, v in bfloat16 or all in float16, K 64 or 128, V a multiple of 16).
+    That call is split over heads and gathers what is sharded over anything else; to export it,
+    pass `kda_jax.export_checks()`.
 
     Args:
       q, k, raw_g: ``[R, H, K]``, K in 1..256; bfloat16, float16 or float32, in any mix (float64
@@ -94,10 +96,11 @@ def kda_decode_step(
         check_cache("state_cache", state_cache, "state_indices", state_indices)
         check_states(state_cache, want, "[P, H, V, K]", inputs)
         pool = bind_step_rows(state_cache, state_indices, has_initial_state, active, R)
-        if (done := decode_in_pool(inputs, pool.of_kernel(), config)) is not None:
-            return jnp.where(valid[:, None, None], done.out, 0), done.state_cache
-        after, out = step(pool.read(), token)
-        return out.astype(v.dtype), pool.write(after)
+        done = _by_kernel(inputs, pool, valid, config)
+        if done is None:
+            after, out = step(pool.read(), token)
+            return out.astype(v.dtype), pool.write(after)
+        return done
     if has_initial_state is not None:
         raise ValueError("has_initial_state is given without state_cache; pass both")
     if state is None or np.shape(state) != (R, *want):
@@ -107,3 +110,13 @@ def kda_decode_step(
         raise ValueError(f"state has dtype {state.dtype}, want {compute_dtype(inputs)}; cast it")
     after, out = step(state, token)
     return out.astype(v.dtype), after
+
+
+def _by_kernel(
+    inputs: KDAInputs, pool: StepPool, valid: jax.Array, config: KDAConfig
+) -> tuple[jax.Array, jax.Array] | None:
+    try:  # as in backends.py: without the fused backend the rest works
+        from .decode_kernel import decode_in_pool
+    except Exception:
+        return None
+    return decode_in_pool(inputs, pool, valid, config)

@@ -15,24 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from . import devices, native
-from .capacity import Capacity
 from .chunked import ChunkedBackend
 from .fused_call import custom_call
 from .gate import activate, starting_states
 from .metadata import ChunkMetadata
 from .pool import gather_run_scatter
 from .scan import recurrence
-from .sharding import run_on_auto_axes, split_over_heads
+from .sharding import split_over_heads
 from .types import CallSpec, KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
 _TILE = 16
 _MAX_GROUPS = 64
-# Whose kernel takes chunks of one token, for decode steps. CUDA's has not run on a card with them.
+# Whose kernel gets chunks of one token, for decode steps. CUDA's has not run on a card with them.
 _TOKEN_PLATFORMS = ("rocm",)
 
 Result = KDAResult | KDAPoolResult
@@ -70,7 +68,7 @@ class FusedBackend:
             return f"its kernel has K = 64 and 128, not {spec.K}; use 'chunked'"
         if spec.V % _TILE or not _TILE <= spec.V <= 256:
             return f"its kernel takes V in multiples of 16 up to 256, not {spec.V}; use 'chunked'"
-        if spec.chunk_size == 1 and spec.platform not in _TOKEN_PLATFORMS:
+        if spec.chunk_size == 1 and not takes_tokens(spec.platform):
             return f"its kernel for {spec.platform} has no chunks of one token"
         if spec.chunk_size == 16 and spec.platform != "cpu":
             return "on a GPU its kernel has chunks of 32 and 64 tokens, not 16; use 'chunked'"
@@ -91,47 +89,9 @@ class FusedBackend:
         return result
 
 
-def decode_in_pool(inputs: KDAInputs, pool: StatePool, config: KDAConfig) -> KDAPoolResult | None:
-    """One token of each request by the kernel, which reads and writes each state once.
-
-    XLA gathers the requests' rows into a copy, reads that three times and scatters the result.
-
-    Args:
-      inputs: q, k, v, g ``[R, H, .]`` and beta ``[R, H]``, no initial state.
-      pool: the requests' rows; no checkpoints.
-      config: state_layout "vk", groups None.
-
-    Returns:
-      None where no platform here has a kernel for it.
-    """
-    metadata = token_each(inputs.q.shape[0])
-    if metadata.capacity.sequences == 0 or not _able(inputs, metadata, config):
-        return None
-    assert inputs.A_log is not None and inputs.dt_bias is not None
-    rates = (x.astype(jnp.float32) for x in (inputs.A_log, inputs.dt_bias))
-    inputs = inputs._replace(**dict(zip(("A_log", "dt_bias"), rates, strict=True)))
-
-    def run(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> KDAPoolResult:
-        assert pool is not None
-        return FUSED_AUTO.run_in_pool(inputs, pool, config, metadata)
-
-    result = run_on_auto_axes(run, inputs, pool, metadata)
-    assert isinstance(result, KDAPoolResult)
-    return result
-
-
-@functools.lru_cache
-def token_each(requests: int) -> ChunkMetadata:
-    """The layout of a decode step: sequences, and chunks, of one token."""
-    i = np.arange(requests, dtype=np.int32)
-    one, none = np.ones_like(i), np.full_like(i, -1)
-    return ChunkMetadata(
-        seqs=np.stack([i, one, i, one], axis=1),
-        chunks=np.stack([i, i, one, none], axis=1),
-        checkpoints=np.zeros((0, 2), np.int32),
-        chunk_size=1,
-        capacity=Capacity(requests, requests, requests),
-    )
+def takes_tokens(platform: str) -> bool:
+    """Whether a platform's kernel gets chunks of one token."""
+    return platform in _TOKEN_PLATFORMS and platform in native.status().token_chunks
 
 
 def _wrong_dtypes(spec: CallSpec) -> str | None:
@@ -201,7 +161,7 @@ def _token_of_each(inputs: KDAInputs, config: KDAConfig, metadata: ChunkMetadata
     )
 
 
-def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:
+def able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list[str]:
     """The platforms whose kernel runs this call; a GPU's refuses what the CPU's takes."""
     specs = [
         CallSpec.of(platform, inputs[:5], metadata, config.gate, config.groups)
@@ -212,7 +172,7 @@ def _able(inputs: KDAInputs, metadata: ChunkMetadata, config: KDAConfig) -> list
 
 def _batched(portable: bool, mixed: bool, config: KDAConfig) -> Kernel:
     def prefill(inputs: KDAInputs, pool: StatePool | None, metadata: ChunkMetadata) -> Result:
-        built = _able(inputs, metadata, config) if portable else native.PLATFORMS
+        built = able(inputs, metadata, config) if portable else native.PLATFORMS
         branches = {
             p: functools.partial(custom_call, platform=p, config=config, mixed=mixed) for p in built
         }

@@ -43,6 +43,7 @@ class NativeStatus:
       jaxlib_ffi_version: (major, minor) of the installed jaxlib.
       cpu_instruction_set: what the CPU kernel uses on this machine.
       architectures: by GPU platform, what its kernels were compiled for, e.g. "80,90".
+      token_chunks: the platforms whose kernels take chunks of one token.
     """
 
     available_platforms: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class NativeStatus:
     jaxlib_ffi_version: tuple[int, int] | None = None
     cpu_instruction_set: str | None = None
     architectures: dict[str, str] = field(default_factory=dict)
+    token_chunks: tuple[str, ...] = ()
 
     @property
     def library(self) -> str | None:
@@ -77,6 +79,7 @@ def _status() -> NativeStatus:
     libraries: dict[str, str] = {}
     architectures: dict[str, str] = {}
     versions: dict[str, tuple[int, int]] = {}
+    tokens: list[str] = []
     instruction_set = None
     for platform in PLATFORMS:
         try:
@@ -89,6 +92,8 @@ def _status() -> NativeStatus:
                 instruction_set = module.instruction_set()
             else:
                 architectures[platform] = module.architectures()
+                if getattr(module, "token_chunks", False):  # not in a library of an older build
+                    tokens.append(platform)
             handlers = module.handlers()
             if missing := [name for name in (TARGET, POOL_TARGET) if name not in handlers]:
                 raise ImportError(f"the native library has no {missing[0]}; {_REBUILD}")
@@ -107,6 +112,7 @@ def _status() -> NativeStatus:
         jaxlib_ffi_version=jaxlib_version,
         cpu_instruction_set=instruction_set,
         architectures=architectures,
+        token_chunks=tuple(tokens),
     )
 
 

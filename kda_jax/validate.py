@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .grid import check_chunk_size
 from .metadata import ChunkMetadata
 
 _SCALE_MIN, _SCALE_MAX = 1e-12, 1e12
@@ -104,6 +105,7 @@ def check_metadata(metadata: Any, B: int, T: int) -> None:
         raise ValueError(
             f"q has {B} batch rows, want 1: with metadata the sequences are packed on axis 1"
         )
+    check_chunk_size(metadata.chunk_size)
     if metadata.capacity.tokens > T:
         raise ValueError(
             f"metadata covers {metadata.capacity.tokens} tokens, but q has {T}: "

@@ -18,7 +18,7 @@ import cdna_prefill
 from test_cdna_kernels import as_vk, missing
 
 from kda_jax import ChunkMetadata, KDAResult
-from kda_jax.fused import token_each
+from kda_jax.decode_kernel import token_each
 from kda_jax.testing import Case, make_case, relative_error, scan_in_float64
 from kda_jax.testing_pool import pool_case
 

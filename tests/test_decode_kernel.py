@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from programs import needs_fused
 
-from kda_jax import fused
+from kda_jax import decode_kernel, fused
 from kda_jax.decode import kda_decode_step
 
 pytestmark = needs_fused
@@ -38,21 +38,27 @@ def step(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The layouts of the calls that a stand-in for the custom call has got."""
     found: list[Any] = []
-    fused._differentiable.cache_clear()  # JAX remembers what it has traced of a function
+    forget()
 
     def stand_in(inputs: Any, pool: Any, metadata: Any, *, config: Any, **_: Any) -> Any:
         found.append(metadata)
         return fused._chunked(inputs, pool, metadata, config)
 
     monkeypatch.setattr(fused, "custom_call", stand_in)
-    monkeypatch.setattr(fused, "_TOKEN_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fused, "takes_tokens", lambda platform: platform == "cpu")
     yield found
+    forget()
+
+
+def forget() -> None:
+    """JAX remembers what it has traced of a function."""
     fused._differentiable.cache_clear()
+    decode_kernel._step.clear_cache()
 
 
 def without_the_kernel(function: Any, *args: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_TOKEN_PLATFORMS", ())
+        patch.setattr(fused, "takes_tokens", lambda platform: False)
         return function(*args)
 
 
@@ -83,15 +89,43 @@ def test_it_is_the_step_in_plain_jax(calls: list[Any], options: dict[str, Any]) 
     np.testing.assert_array_equal(got[1][np.array(others)], args[-1][np.array(others)])
 
 
-def test_gradients(calls: list[Any]) -> None:
-    def loss(*args: Any) -> jax.Array:
-        return sum(jnp.vdot(jnp.arange(1.0, 1 + x.size), x.ravel()) / x.size for x in step(*args))
+def test_derivatives(calls: list[Any]) -> None:
+    """Both modes; what an idle row holds is in none of them."""
+    active = np.array([True, True, False, True])
 
+    def loss(*args: Any) -> jax.Array:
+        found = step(*args, active=active)
+        return sum(jnp.vdot(jnp.arange(1.0, 1 + x.size), x.ravel()) / x.size for x in found)
+
+    args = arguments()
+    args[:5] = [x.at[2].set(jnp.nan) for x in args[:5]]
     every = tuple(range(8))
-    got = jax.grad(loss, every)(*arguments())
-    assert calls
-    want = without_the_kernel(jax.grad(loss, every), *arguments())
-    assert_same(got, want)
+
+    def both(*args: Any) -> Any:
+        ones = tuple(map(jnp.ones_like, args))
+        return jax.grad(loss, every)(*args), jax.jvp(loss, args, ones)
+
+    got = both(*args)
+    assert calls and all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(got))
+    assert_same(got, without_the_kernel(both, *args))
+
+
+def test_eager_steps_compile_once(calls: list[Any]) -> None:
+    for seed in range(3):
+        step(*arguments(seed))
+    assert len(calls) == 1
+
+
+def test_requests_of_an_unknown_number(calls: list[Any]) -> None:
+    """Plain JAX exports them; the call's tables have a row for each request."""
+    (r,) = jax.export.symbolic_shape("r")
+    shapes = [(r, H, K), (r, H, K), (r, H, V), (r, H, K), (r, H), (H,), (H, K), (P, H, V, K)]
+    specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    rows = jax.ShapeDtypeStruct((r,), jnp.int32)
+    exported = jax.export.export(
+        jax.jit(lambda *a: kda_decode_step(*a[:7], state_cache=a[7], state_indices=a[8]))
+    )(*specs, rows)
+    assert not calls and exported.in_avals[0].shape[1:] == (H, K)
 
 
 def test_vmap(calls: list[Any]) -> None:
@@ -103,5 +137,5 @@ def test_vmap(calls: list[Any]) -> None:
 
 def test_other_platforms_have_it_not() -> None:
     args = arguments()
-    spec = fused.CallSpec.of("cpu", args[:5], fused.token_each(R), "bounded", None)
+    spec = fused.CallSpec.of("cpu", args[:5], decode_kernel.token_each(R), "bounded", None)
     assert "no chunks of one token" in (fused.FUSED.unsupported(spec) or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"groups": 0}, "groups is 0"),
     ({"backend": "cuda"}, "backend is 'cuda', want one of"),
     ({"metadata": [3, 7]}, "metadata is a list"),
+    (
+        {"metadata": dataclasses.replace(ChunkMetadata.from_seq_lens([3, 7]), chunk_size=1)},
+        "chunk_size is 1, want one of",
+    ),
     ({"metadata": ChunkMetadata.from_seq_lens([6, 7])}, "covers 13 tokens, but q has 10"),
     ({"initial_state": np.ones((2, H, V, K), np.float32)}, r"initial_state .*want \(1, 3, 8, 16\)"),
     ({"initial_state": np.ones((1, H, K, V), np.float32)}, r"initial_state .*want \(1, 3, 8, 16\)"),

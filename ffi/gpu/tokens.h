@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kTokenThreads) tokens_kernel(KDA_PARAMETER Pro
   fill(s);
   const int slices = p.V / kTile, slice = int(blockIdx.x) % slices, head = int(blockIdx.x) / slices % p.H;
   const int seq = int(blockIdx.x) / slices / p.H;
+  if (seq >= p.N) return;
   const SeqRow row = s.seq_row(seq);
   if (row.num_chunks == 0) return;  // padding, or no tokens
   TokenStep<Tiles, K> step(p, head, slice);
