@@ -63,6 +63,11 @@ def _fused() -> tuple[Backend, Backend]:
     return fused.FUSED, fused.FUSED_AUTO
 
 
+def fused_loads() -> bool:
+    """Whether the fused backend's module can be imported."""
+    return not isinstance(_fused()[0], _Missing)
+
+
 _registry: dict[str, Backend] = {"scan": ScanBackend(), "chunked": ChunkedBackend()}
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .backends import fused_loads
 from .gate import activate, compute_dtype
 from .pool import StepPool
 from .pool_arguments import bind_step_rows, check_cache, check_states
@@ -115,8 +116,8 @@ def kda_decode_step(
 def _by_kernel(
     inputs: KDAInputs, pool: StepPool, valid: jax.Array, config: KDAConfig
 ) -> tuple[jax.Array, jax.Array] | None:
-    try:  # as in backends.py: without the fused backend the rest works
-        from .decode_kernel import decode_in_pool
-    except Exception:
+    if not fused_loads():
         return None
+    from .decode_kernel import decode_in_pool  # like the fused backend, not needed by the rest
+
     return decode_in_pool(inputs, pool, valid, config)

@@ -138,7 +138,6 @@ struct Prologue {
     } else {
       gates(p, head, valid, w);
     }
-
     if constexpr (!Inputs::kAgain) {
       w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
       w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
