@@ -30,8 +30,8 @@ from .types import CallSpec, KDAConfig, KDAInputs, KDAPoolResult, KDAResult, Sta
 
 _TILE = 16
 _MAX_GROUPS = 64
-# Whose kernel gets chunks of one token, for decode steps. CUDA's has not run on a card with them.
-_TOKEN_PLATFORMS = ("rocm",)
+# Whose kernel gets chunks of one token, for decode steps.
+_TOKEN_PLATFORMS = ("rocm", "cuda")
 
 Result = KDAResult | KDAPoolResult
 Kernel = Callable[[KDAInputs, StatePool | None, ChunkMetadata], Result]

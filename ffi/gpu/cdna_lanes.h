@@ -175,6 +175,7 @@ struct CdnaLanes {
     return x;
   }
   // Row j is final after step j: broadcast it, and subtract its share from the rows below.
+  static constexpr bool kInverseByHalves = false;
   static KDA_FN Acc unit_lower_inverse(const Acc& a) {
     float whole[kTile];  // this lane's row of a
     KDA_UNROLL

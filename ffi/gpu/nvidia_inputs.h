@@ -120,7 +120,8 @@ struct InputStage {
         for (int r = 0; r < kTile; ++r) {
           const float a = gate_units<Tiles>(Gate::kBounded, Tiles::widen(raw[half][r], 0), rate, bias.x);
           const float b = gate_units<Tiles>(Gate::kBounded, Tiles::widen(raw[half][r], 1), rate, bias.y);
-          if (r < valid) x.x += a, x.y += b;
+          const float counts = __saturatef(float(valid) - float(r));  // 0 or 1
+          x = {fmaf(a, counts, x.x), fmaf(b, counts, x.y)};
           *reinterpret_cast<float2*>(scratch + 64 * r + 4 * (lane / 2 ^ (r >> 1 & 1)) + 2 * (lane & 1)) = x;
         }
         *reinterpret_cast<float2*>(total + 64 * half + 32 * (lane / 16) + 16 * (lane / 2 & 1) + 8 * (lane & 1) +

@@ -218,17 +218,20 @@ struct NvidiaLanes {
     const int l = 28 + quarter();
     return {{shuffle(a.x[2], l), shuffle(a.x[3], l), shuffle(a.x[6], l), shuffle(a.x[7], l)}};
   }
-  // Row j is final after step j: broadcast it, and subtract its share from the rows below.
+  // Row j of a block of N x N tokens on the diagonal is final after step j: broadcast it, and subtract its share from
+  // the rows below. N = 8: what lies between two blocks stays 0.
+  template <int N = kTile>
   static KDA_FN Acc unit_lower_inverse(const Acc& a) {
     Acc t;
     set_identity(t);
+    const int half = N == kTile ? 0 : lane() >> 4;
     KDA_UNROLL
-    for (int j = 0; j < kTile - 1; ++j) {
-      const int l = (j >> 1) * 4 + quarter(), c = (j >> 1 & 1) + 4 * (j & 1);
-      const int holder = (lane() & ~3) + (j >> 2);  // lane of this row that holds column j
+    for (int j = 0; j < N - 1; ++j) {
+      const int l = ((j >> 1) + 4 * half) * 4 + quarter(), c = (j >> 1 & 1) + 4 * (j & 1);
+      const int holder = (lane() & ~3) + (j >> 2) + 2 * half;  // lane of this row that holds column j
       float factor[2] = {shuffle(a.x[c], holder), shuffle(a.x[c + 2], holder)};
       KDA_UNROLL
-      for (int i = 0; i < 2; ++i) factor[i] = token_row(2 * i) > j ? factor[i] : 0.0f;
+      for (int i = 0; i < 2; ++i) factor[i] = token_row(2 * i) % N > j ? factor[i] : 0.0f;
       float done[4];
       KDA_UNROLL
       for (int i = 0; i < 4; ++i)

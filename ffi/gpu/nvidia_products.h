@@ -134,6 +134,24 @@ struct NvidiaProducts : NvidiaLanes {
       for (int e = 0; e < 8; ++e) d.x[e] += other.x[e];
     }
   }
+  // The same by blocks of 8 tokens in float32, and what lies between them by two products with fp16 operands:
+  //   X_21 = -X_22 (A_21 X_11)
+  // as is what lies between blocks of 16 (solve.h). `between` gets what is in brackets, which fp16 may be too narrow for.
+  static constexpr bool kInverseByHalves = true;
+  static KDA_FN Acc unit_lower_inverse_by_halves(const Acc& a, Acc& between) {
+    Acc x = unit_lower_inverse<kTile / 2>(a), rest;
+    const auto own = left_clamped<F16>(x);
+    auto below = left<F16>(a);
+    const bool is_below = (lane() & 18) == 16;
+    KDA_UNROLL
+    for (int i = 0; i < 4; ++i) below.r[i] = is_below ? below.r[i] : 0;
+    zero(between), zero(rest);
+    product(between, below, right_of(transpose_operand(own)));
+    product(rest, own, right_of(transpose_operand(left_clamped<F16>(between))));
+    KDA_UNROLL
+    for (int e = 0; e < 8; ++e) x.x[e] -= rest.x[e];
+    return x;
+  }
   // Sums of squares of the rows: the diagonal of x x^T. Token 2g lies in lane (g, g / 2).
   template <class Op, int N>
   static KDA_FN RowVec row_squares(const Operand<Op> (&x)[N]) {

@@ -17,8 +17,9 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave) second_pass_kernel(K
   __shared__ int claimed;
   auto& shared = *reinterpret_cast<typename P::Shared*>(memory);
   const S s{p, 0, p.NC};
-  after_previous();
-  fill(s);
+  let_next_start();
+  fill(s);  // which nothing else of the call writes
+  wait_for_previous();
   const int tasks = int(p.NC) * p.H, wave = wave_index<Tiles>();
   if (tasks == 0 || *s.status() == 0) return;
   const int64_t walks = p.N * p.H * (p.V / kTile);

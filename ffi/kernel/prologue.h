@@ -74,8 +74,8 @@ struct Prologue {
     int32_t beyond;                // first token that a narrow policy does not hold
   };
 
-  // Pairs (row block, earlier block), in order.
-  static KDA_FN int pair(int row, int col) { return row * (row - 1) / 2 + col; }
+  // Pairs (row block, earlier block); those with the same earlier block follow each other.
+  static KDA_FN int pair(int row, int col) { return int(unsigned(col * (2 * NT - 3 - col)) / 2) + row - 1; }
 
   // ---- load ----------------------------------------------------------------------------------
   // Where the inputs of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
@@ -321,7 +321,14 @@ struct Prologue {
       Tiles::store_blob(blob, Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
     }
     Tiles::store_blob(blob, Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
-    Acc inverse = Tiles::unit_lower_inverse(w.akk);
+    Acc inverse;
+    if constexpr (Tiles::kInverseByHalves && kNarrow) {
+      Acc between;
+      inverse = Tiles::unit_lower_inverse_by_halves(w.akk, between);
+      Tiles::template first_beyond<true>(w.beyond, between, kLargest, first + block * kTile);
+    } else {
+      inverse = Tiles::unit_lower_inverse(w.akk);
+    }
     Tiles::apply(inverse, Multiply{}, inverse, Tiles::load_cols(s.beta + block * kTile));
     if constexpr (kNarrow)
       Tiles::template first_beyond<true>(w.beyond, inverse, kLargest, first + block * kTile);
