@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kda_jax import ChunkMetadata, chunk_kda_prefill, supports
-from kda_jax.conv import causal_conv1d
+from kda_jax import ChunkMetadata, chunk_kda_prefill, native, supports
+from kda_jax.backends import current_platform
+from kda_jax.conv import causal_conv1d_parts
+from kda_jax.conv_math import convolve
 from kda_jax.decode import kda_decode_step
 from kda_jax.gate import Activated, l2_normalize, log_decay
 from kda_jax.scan import recurrence
@@ -37,13 +39,23 @@ def conv_bytes(tokens: int, H: int) -> int:
     return 3 * H * D * 2 * (2 * tokens + WIDTH + (WIDTH - 1))
 
 
-def conv(tokens: int, H: int, calls: int) -> tuple[Step, list[Any], tuple[Any, ...]]:
-    """The step, its sets of arguments, and what all sets share."""
-    metadata = jax.device_put(ChunkMetadata.from_seq_lens([tokens]))
+def conv_steps() -> dict[str, Step]:
+    """The public functions, and what XLA makes of plain JAX if that is something else."""
 
-    def step(q: Any, k: Any, v: Any, weights: Any, metadata: Any) -> Any:
-        found = [causal_conv1d(x, w, metadata) for x, w in zip((q, k, v), weights, strict=True)]
-        return [(x.y, x.final_state) for x in found]
+    def public(q: Any, k: Any, v: Any, weights: Any, metadata: Any) -> Any:
+        return causal_conv1d_parts((q, k, v), weights, metadata)
+
+    def plain(q: Any, k: Any, v: Any, weights: Any, metadata: Any) -> Any:
+        parts = zip((q, k, v), weights, strict=True)
+        return [convolve(x, w, metadata, None, None, activation="silu") for x, w in parts]
+
+    kernel = current_platform() in native.status().convolutions
+    return {"fused": public, "XLA": plain} if kernel else {"XLA": public}
+
+
+def conv(tokens: int, H: int, calls: int) -> tuple[list[Any], tuple[Any, ...]]:
+    """Sets of arguments, and what all sets share."""
+    metadata = jax.device_put(ChunkMetadata.from_seq_lens([tokens]))
 
     @jax.jit
     def draw(seed: Any) -> Any:
@@ -51,7 +63,7 @@ def conv(tokens: int, H: int, calls: int) -> tuple[Step, list[Any], tuple[Any, .
         x = [jax.random.normal(key, (tokens, H * D)).astype(jnp.bfloat16) for key in keys[:3]]
         return *x, list(jax.random.normal(keys[3], (3, H * D, WIDTH)).astype(jnp.bfloat16))
 
-    return step, [draw(seed) for seed in range(calls)], (metadata,)
+    return [draw(seed) for seed in range(calls)], (metadata,)
 
 
 def decode_bytes(rows: int, H: int) -> int:
@@ -155,9 +167,10 @@ def run(
     for H in heads:
         for T in tokens:
             size = conv_bytes(T, H)
-            step, sets, shared = conv(T, H, _calls(size, most))
-            program = device_time.program(step, shared), sets
-            add("convolution, XLA", f"T = {T}, H = {H}", size, program)
+            sets, shared = conv(T, H, _calls(size, most))
+            for name, step in conv_steps().items():
+                program = device_time.program(step, shared), sets
+                add(f"convolution, {name}", f"T = {T}, H = {H}", size, program)
         for N in rows:
             size = decode_bytes(N, H)
             sets, shared = decode(N, H, _calls(size, most))

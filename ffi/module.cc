@@ -19,6 +19,9 @@ PYBIND11_MODULE(KDA_MODULE, m) {
       "handlers",
       [] {
         return std::map<std::string, py::capsule>{
+#ifndef KDA_CPU
+            {"kda_conv_v1", py::capsule(reinterpret_cast<void*>(kda::KdaConvGpu))},
+#endif
             {"kda_prefill_v1", py::capsule(reinterpret_cast<void*>(KDA_HANDLER))},
             {"kda_prefill_pool_v1", py::capsule(reinterpret_cast<void*>(KDA_POOL_HANDLER))}};
       },

@@ -21,19 +21,22 @@ foreach(arch ${KDA_ROCM_ARCHITECTURES})
   list(APPEND rocm_flags --offload-arch=${arch})
 endforeach()
 file(GLOB rocm_headers CONFIGURE_DEPENDS gpu/*.h kernel/*.h)
-# One object for each type and K, so that they compile side by side.
+# An object for each type and K, so that they compile side by side.
+function(kda_add_rocm_object object source)
+  add_custom_command(
+    OUTPUT ${object}
+    COMMAND ${KDA_HIPCC} ${rocm_flags} ${ARGN} -c ${CMAKE_CURRENT_SOURCE_DIR}/${source} -o ${object}
+    DEPENDS ${source} ${rocm_headers}
+    VERBATIM)
+  set(rocm_objects ${rocm_objects} ${object} PARENT_SCOPE)
+endfunction()
 foreach(io BF16 F16)
   foreach(k 64 128)
-    set(object ${CMAKE_CURRENT_BINARY_DIR}/rocm_driver_${io}_${k}.o)
-    add_custom_command(
-      OUTPUT ${object}
-      COMMAND ${KDA_HIPCC} ${rocm_flags} -DKDA_IO=${io} -DKDA_K=${k} -c ${CMAKE_CURRENT_SOURCE_DIR}/gpu/driver.hip -o ${object}
-      DEPENDS gpu/driver.hip ${rocm_headers}
-      VERBATIM)
-    list(APPEND rocm_objects ${object})
+    kda_add_rocm_object(${CMAKE_CURRENT_BINARY_DIR}/rocm_driver_${io}_${k}.o gpu/driver.hip -DKDA_IO=${io} -DKDA_K=${k})
   endforeach()
+  kda_add_rocm_object(${CMAKE_CURRENT_BINARY_DIR}/rocm_conv_${io}.o gpu/conv.hip -DKDA_IO=${io})
 endforeach()
-kda_add_module(_native_rocm ROCM Gpu xla/prefill_gpu.cc gpu/launch.cc ${rocm_objects})
+kda_add_module(_native_rocm ROCM Gpu xla/prefill_gpu.cc xla/conv_gpu.cc gpu/launch.cc ${rocm_objects})
 set_source_files_properties(${rocm_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 list(JOIN KDA_ROCM_ARCHITECTURES "," architectures)
 target_compile_definitions(_native_rocm PRIVATE KDA_ARCHITECTURES="${architectures}")

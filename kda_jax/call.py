@@ -111,7 +111,8 @@ def _run(
     run = functools.partial(_on_backend, backend, config)
     if B * T == 0 or metadata.capacity.sequences == 0:
         run = functools.partial(_nothing_to_run, config)
-    result = run_on_auto_axes(run, packed, pool, metadata)
+    results = KDAResult(*[0] * 3) if pool is None else KDAPoolResult(*[0] * 2)  # type: ignore[arg-type]
+    result = run_on_auto_axes(run, v, results, packed, pool, metadata)
     return result._replace(out=result.out.reshape(B, T, *result.out.shape[1:]))
 
 

@@ -7,7 +7,9 @@ released model) and silu. Per channel c and token t of one sequence:
 
 Rows before the sequence's first token come from its state, the last W-1 *raw* rows (before the
 convolution), or are zeros. Sequence borders are int32 arrays of ChunkMetadata, so the lengths may
-change from step to step without a retrace; nothing here reads a device value.
+change from step to step without a retrace; nothing here reads a device value. On a GPU with the
+native library bfloat16 and float16 prefills of width 4 are a kernel's (conv_kernel.py); the rest is
+plain JAX.
 """
 
 from __future__ import annotations
@@ -16,19 +18,21 @@ import functools
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 
-from .conv_math import convolve, step, token_positions
+from .conv_checks import check_conv_cache, check_weight
+from .conv_math import step, token_positions
+from .conv_parts import causal_conv1d_parts, causal_conv1d_parts_in_pool
 from .metadata import ChunkMetadata
-from .pool import StepPool, around_rows
-from .pool_arguments import bind_rows, bind_step_rows, check_cache
-from .types import StatePool
+from .pool import StepPool
+from .pool_arguments import bind_step_rows
 from .validate import check_flags
 
 __all__ = [
     "ConvPoolResult",
     "ConvResult",
     "causal_conv1d",
+    "causal_conv1d_parts",
+    "causal_conv1d_parts_in_pool",
     "causal_conv1d_step",
     "token_positions",
 ]
@@ -111,26 +115,32 @@ def causal_conv1d(
     Raises:
       ValueError: a wrong shape or dtype, naming the argument and what it should be.
     """
-    _check(x, weight, metadata, initial_state, has_initial_state, activation)
     if state_cache is None and state_indices is None:
         if checkpoint_state_indices is not None:
             raise ValueError("checkpoint_state_indices is given without state_cache; pass both")
-        if has_initial_state is not None and initial_state is None:
-            raise ValueError(
-                "has_initial_state is given without initial_state: pass both or neither"
-            )
-        return ConvResult(
-            *convolve(x, weight, metadata, initial_state, has_initial_state, activation=activation)
+        (y,), final, inside = causal_conv1d_parts(
+            (x,),
+            (weight,),
+            metadata,
+            initial_state=initial_state,
+            has_initial_state=has_initial_state,
+            activation=activation,
         )
+        return ConvResult(y, final, inside)
     if initial_state is not None:
         raise ValueError("initial_state and state_cache are both given: want one of them")
-    _check_cache(state_cache, state_indices, x, weight, first_channel)
-    pool = bind_rows(
-        state_cache, state_indices, has_initial_state, checkpoint_state_indices, metadata
+    (y,), pool = causal_conv1d_parts_in_pool(
+        (x,),
+        (weight,),
+        metadata,
+        state_cache=state_cache,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+        checkpoint_state_indices=checkpoint_state_indices,
+        first_channel=first_channel,
+        activation=activation,
     )
-    return _convolve_in_pool(
-        x, weight, metadata, pool, first_channel=first_channel, activation=activation
-    )
+    return ConvPoolResult(y, pool)
 
 
 def causal_conv1d_step(
@@ -162,7 +172,7 @@ def causal_conv1d_step(
       ValueError: a wrong shape or dtype, naming the argument and what it should be; or state and
         state_cache are both given.
     """
-    _check_weight(x, weight, "[R, C]")
+    check_weight(x, weight, "[R, C]")
     if active is not None:
         check_flags("active", active, x.shape[0], "[R], one per row")
     if state_cache is None and state_indices is None:
@@ -175,7 +185,7 @@ def causal_conv1d_step(
         return step(x, weight, state, active)
     if state is not None:
         raise ValueError("state and state_cache are both given: want one of them")
-    _check_cache(state_cache, state_indices, x, weight, first_channel)
+    check_conv_cache(state_cache, state_indices, x.dtype, weight.shape, first_channel)
     rows = bind_step_rows(state_cache, state_indices, has_initial_state, active, x.shape[0])
     return _step_in_pool(x, weight, rows, first_channel=first_channel)
 
@@ -184,98 +194,6 @@ def causal_conv1d_step(
 def _step_in_pool(
     x: jax.Array, weight: jax.Array, pool: StepPool, *, first_channel: int
 ) -> tuple[jax.Array, jax.Array]:
-    within = _window_of(x, weight, first_channel)
+    within = slice(first_channel, first_channel + x.shape[1]), slice(0, weight.shape[1] - 1)
     y, after = step(x, weight, pool.read(*within), None)
     return y, pool.write(after, *within)
-
-
-@functools.partial(jax.jit, static_argnames=("first_channel", "activation"))
-def _convolve_in_pool(
-    x: jax.Array,
-    weight: jax.Array,
-    metadata: ChunkMetadata,
-    pool: StatePool,
-    *,
-    first_channel: int,
-    activation: str | None,
-) -> ConvPoolResult:
-    within = _window_of(x, weight, first_channel)
-
-    def run(state: jax.Array, has: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return convolve(x, weight, metadata, state, has, activation=activation)
-
-    return ConvPoolResult(*around_rows(run, pool, metadata, *within))
-
-
-def _window_of(x: jax.Array, weight: jax.Array, first_channel: int) -> tuple[slice, slice]:
-    return slice(first_channel, first_channel + x.shape[1]), slice(0, weight.shape[1] - 1)
-
-
-def _check(
-    x: jax.Array,
-    weight: jax.Array,
-    metadata: ChunkMetadata,
-    initial_state: jax.Array | None,
-    has_initial_state: jax.Array | None,
-    activation: str | None,
-) -> None:
-    if activation not in ("silu", None):
-        raise ValueError(f"activation is {activation!r}, want 'silu' or None")
-    if not isinstance(metadata, ChunkMetadata):
-        raise ValueError(
-            f"metadata is a {type(metadata).__name__}, want a ChunkMetadata:"
-            " build one with ChunkMetadata.from_seq_lens"
-        )
-    _check_weight(x, weight, "[T, C]")
-    if x.shape[0] < metadata.capacity.tokens:
-        raise ValueError(
-            f"x has {x.shape[0]} rows, metadata has room for {metadata.capacity.tokens}:"
-            " pad x with metadata.pad_tokens(x, 0)"
-        )
-    sequences = metadata.capacity.sequences
-    if initial_state is not None:
-        want_shape = (sequences, x.shape[1], weight.shape[1] - 1)
-        if initial_state.shape != want_shape:
-            raise ValueError(
-                f"initial_state has shape {initial_state.shape}, want {want_shape}:"
-                " [sequences, channels, W - 1]"
-            )
-        if initial_state.dtype != x.dtype:
-            raise ValueError(
-                f"initial_state is {initial_state.dtype}, x is {x.dtype}: the state holds rows"
-                " of x, pass it in x's dtype"
-            )
-    if has_initial_state is not None:
-        check_flags("has_initial_state", has_initial_state, sequences, "[N], one per sequence")
-
-
-def _check_cache(
-    state_cache: Any, state_indices: Any, x: jax.Array, weight: jax.Array, first_channel: int
-) -> None:
-    check_cache("state_cache", state_cache, "state_indices", state_indices)
-    channels, width = x.shape[1], weight.shape[1]
-    if isinstance(first_channel, bool) or not isinstance(first_channel, int) or first_channel < 0:
-        raise ValueError(f"first_channel is {first_channel!r}, want an integer of at least 0")
-    shape = tuple(state_cache.shape)
-    if len(shape) != 3 or shape[1] < first_channel + channels or shape[2] < width - 1:
-        raise ValueError(
-            f"state_cache has shape {shape}, want at least (R, {first_channel + channels}, "
-            f"{width - 1}): [rows, channels up to the last of x, W - 1]"
-        )
-    if state_cache.dtype != x.dtype:
-        raise ValueError(
-            f"state_cache is {state_cache.dtype}, x is {x.dtype}: the pool holds rows of x, keep it"
-            " in x's dtype"
-        )
-
-
-def _check_weight(x: jax.Array, weight: jax.Array, axes: str) -> None:
-    for name, array, want in (("x", x, axes), ("weight", weight, "[C, W]")):
-        if array.ndim != 2:
-            raise ValueError(f"{name} has shape {array.shape}, want {want}")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} is {array.dtype}, want a floating dtype")
-    if weight.shape[0] != x.shape[1] or weight.shape[1] == 0:
-        raise ValueError(
-            f"weight has shape {weight.shape}, want ({x.shape[1]}, W): one row per channel of x"
-        )

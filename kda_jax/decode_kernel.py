@@ -75,8 +75,9 @@ def _by_kernel(config: KDAConfig, inputs: KDAInputs, pool: StepPool, valid: jax.
         assert pool is not None
         return fused.FUSED_AUTO.run_in_pool(inputs, pool, config, metadata)
 
-    result = run_on_auto_axes(run, inputs, pool.of_kernel(), token_each(inputs.q.shape[0]))
-    assert isinstance(result, KDAPoolResult)
+    metadata = token_each(inputs.q.shape[0])
+    kind = KDAPoolResult(0, 0)  # type: ignore[arg-type]
+    result = run_on_auto_axes(run, inputs.v, kind, inputs, pool.of_kernel(), metadata)
     return jnp.where(valid[:, None, None], result.out, 0), result.state_cache
 
 

@@ -9,8 +9,9 @@ calls only::
     checks = kda_jax.export_checks()
     jax.export.export(fn, platforms=["cpu", "cuda", "rocm"], disabled_checks=checks)
 
-The names of the calls carry a version (`kda_prefill_v1`, and `kda_prefill_pool_v1` for states in a
-pool): under that name their operands never change their meaning.
+The names of the calls carry a version (`kda_prefill_v1`, `kda_prefill_pool_v1` for states in a
+pool, `kda_conv_v1` for the short convolutions): under that name their operands never change their
+meaning.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import json
 from jax import export as jax_export
 
 from .metadata import Capacity, ChunkMetadata
-from .native import POOL_TARGET, TARGET, status
+from .native import CONV_TARGET, POOL_TARGET, TARGET, status
 from .pool_rows import StepRows
 from .types import KDAPoolResult, KDAResult
 
 
 def export_checks() -> list[jax_export.DisabledSafetyCheck]:
     """The ``disabled_checks`` with which `jax.export.export` accepts the custom calls."""
-    return [jax_export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, POOL_TARGET)]
+    names = (TARGET, POOL_TARGET, CONV_TARGET)
+    return [jax_export.DisabledSafetyCheck.custom_call(name) for name in names]
 
 
 def _pack(static: tuple[int, Capacity]) -> bytes:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .conv import causal_conv1d, causal_conv1d_step, token_positions
+from .conv import causal_conv1d_parts, causal_conv1d_step, token_positions
 from .decode import kda_decode_step
 from .layer_types import KDACache, KDALayerConfig, KDAState, LayerStates
 from .linear import Linear, normal
@@ -261,19 +261,17 @@ class KimiDeltaAttention(nnx.Module):
                 raise ValueError(
                     f"cache.state.conv has shape {cache.state.conv.shape}, want {want}"
                 )
-        convolved, final, inside = [], [], []
-        for part, (x, weight) in enumerate(zip(raw.qkv, self.conv_weights(), strict=True)):
-            rows = slice(part * channels, (part + 1) * channels)
-            state = None if cache is None else cache.state.conv[:, rows]
-            result = causal_conv1d(
-                x, weight, metadata, initial_state=state, has_initial_state=has_state
-            )
-            convolved.append(result.y.reshape(1, x.shape[0], -1, c.head_dim))
-            final.append(result.final_state)
-            inside.append(result.checkpoint_state)
-        q, k, v = convolved
+        result = causal_conv1d_parts(
+            raw.qkv,
+            self.conv_weights(),
+            metadata,
+            initial_state=None if cache is None else cache.state.conv,
+            has_initial_state=has_state,
+        )
+        shape = 1, raw.raw_g.shape[0], -1, c.head_dim
+        q, k, v = (y.reshape(shape) for y in result.ys)
         inputs = OpInputs(q, k, v, raw.raw_g.reshape(q.shape), raw.raw_beta[None])
-        return inputs, jnp.concatenate(final, 1), jnp.concatenate(inside, 1)
+        return inputs, result.final_state, result.checkpoint_state
 
     def _decode_inputs(
         self, raw: Projected, state: KDAState, active: jax.Array | None

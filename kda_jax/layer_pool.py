@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .conv import causal_conv1d, causal_conv1d_step
+from .conv import causal_conv1d_parts_in_pool, causal_conv1d_step
 from .decode import kda_decode_step
 from .layer import KimiDeltaAttention, OpInputs, Projected
 from .layer_types import KDAState
@@ -103,19 +103,11 @@ def _prefill(
     rows: StepRows,
     backend: str | None,
 ) -> tuple[jax.Array, KDAState]:
-    convolved, conv = [], pool.conv
-    for part, (x, weight) in enumerate(zip(raw.qkv, layer.conv_weights(), strict=True)):
-        result = causal_conv1d(
-            x,
-            weight,
-            metadata,
-            state_cache=conv,
-            first_channel=part * x.shape[1],
-            **rows._asdict(),
-        )
-        convolved.append(result.y.reshape(1, x.shape[0], -1, layer.config.head_dim))
-        conv = result.state_cache
-    q, k, v = convolved
+    result = causal_conv1d_parts_in_pool(
+        raw.qkv, layer.conv_weights(), metadata, state_cache=pool.conv, **rows._asdict()
+    )
+    shape = 1, raw.raw_g.shape[0], -1, layer.config.head_dim
+    q, k, v = (y.reshape(shape) for y in result.ys)
     done = chunk_kda_prefill(
         *OpInputs(q, k, v, raw.raw_g.reshape(q.shape), raw.raw_beta[None]),
         layer.A_log[...],
@@ -126,4 +118,4 @@ def _prefill(
         backend=layer.config.backend if backend is None else backend,
         **rows._asdict(),
     )
-    return done.out[0], KDAState(done.state_cache, conv)
+    return done.out[0], KDAState(done.state_cache, result.state_cache)

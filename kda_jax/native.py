@@ -24,6 +24,7 @@ import jax
 
 TARGET = "kda_prefill_v1"
 POOL_TARGET = "kda_prefill_pool_v1"
+CONV_TARGET = "kda_conv_v1"  # on GPUs
 PLATFORMS = ("cpu", "cuda", "rocm")
 _XLA_NAMES = {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}
 _MODULES = {"cpu": "_native", "cuda": "_native_cuda", "rocm": "_native_rocm"}
@@ -44,6 +45,7 @@ class NativeStatus:
       cpu_instruction_set: what the CPU kernel uses on this machine.
       architectures: by GPU platform, what its kernels were compiled for, e.g. "80,90".
       token_chunks: the platforms whose kernels take chunks of one token.
+      convolutions: the platforms that have a kernel for the short convolution.
     """
 
     available_platforms: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class NativeStatus:
     cpu_instruction_set: str | None = None
     architectures: dict[str, str] = field(default_factory=dict)
     token_chunks: tuple[str, ...] = ()
+    convolutions: tuple[str, ...] = ()
 
     @property
     def library(self) -> str | None:
@@ -80,6 +83,7 @@ def _status() -> NativeStatus:
     architectures: dict[str, str] = {}
     versions: dict[str, tuple[int, int]] = {}
     tokens: list[str] = []
+    convolutions: list[str] = []
     instruction_set = None
     for platform in PLATFORMS:
         try:
@@ -99,6 +103,8 @@ def _status() -> NativeStatus:
                 raise ImportError(f"the native library has no {missing[0]}; {_REBUILD}")
             for target, capsule in handlers.items():
                 jax.ffi.register_ffi_target(target, capsule, platform=_XLA_NAMES[platform])
+            if CONV_TARGET in handlers:  # not in a library of an older build
+                convolutions.append(platform)
         except ImportError as error:
             reasons[platform] = str(error)
         except Exception as error:  # whatever it is, the rest of the library works without it
@@ -113,6 +119,7 @@ def _status() -> NativeStatus:
         cpu_instruction_set=instruction_set,
         architectures=architectures,
         token_chunks=tuple(tokens),
+        convolutions=tuple(convolutions),
     )
 
 

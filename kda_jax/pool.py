@@ -12,13 +12,15 @@ after it. XLA does both in place when the pool is donated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from .metadata import ChunkMetadata
 from .types import KDAInputs, KDAPoolResult, KDAResult, StatePool
+
+Output = TypeVar("Output")
 
 
 def rows_in_use(indices: jax.Array, used: jax.Array, num_rows: int) -> jax.Array:
@@ -48,11 +50,11 @@ def write_rows(states: jax.Array, rows: jax.Array, values: jax.Array, *within: s
 
 
 def around_rows(
-    run: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
+    run: Callable[[jax.Array, jax.Array], tuple[Output, jax.Array, jax.Array]],
     pool: StatePool,
     metadata: ChunkMetadata,
     *within: slice,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Output, jax.Array]:
     """Gathers the rows of the sequences, runs, scatters the final and the checkpoint states.
 
     Args:

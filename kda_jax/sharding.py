@@ -7,7 +7,7 @@ sharded over anything else are gathered first. Under `jax.shard_map` the call is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .metadata import ChunkMetadata
 from .types import KDAConfig, KDAInputs, KDAPoolResult, KDAResult, StatePool
 
-Result = TypeVar("Result", bound=KDAResult | KDAPoolResult)
+Result = TypeVar("Result", bound=tuple[Any, ...])
 
 
 def split_over_heads(
@@ -28,47 +28,66 @@ def split_over_heads(
     metadata: ChunkMetadata,
     config: KDAConfig,
 ) -> KDAResult | KDAPoolResult:
-    """Calls ``kernel(inputs, pool, metadata)`` with a Shardy rule that shards heads only.
-
-    Under `jax.shard_map` over all axes of the mesh the call is local and there is no rule to ask.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.are_all_axes_manual:
-        return kernel(inputs, pool, metadata)
+    """Calls ``kernel(inputs, pool, metadata)`` with a Shardy rule that shards heads only."""
+    leaves, tree = jax.tree.flatten((inputs, pool, metadata))
+    kind = KDAResult if pool is None else KDAPoolResult
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*jax.tree.unflatten(tree, leaves)))
+
+    return kind(*split_by_rule(flat, leaves, sharding_rule(inputs, pool, config), "h"))
+
+
+def split_by_rule(
+    call: Callable[..., tuple[jax.Array, ...]], operands: Sequence[jax.Array], rule: str, free: str
+) -> tuple[jax.Array, ...]:
+    """Calls ``call(*operands)`` with a Shardy rule of which some factors may be sharded.
+
+    Under `jax.shard_map` over all axes of the mesh the call is local and there is no rule to ask.
+
+    Args:
+      call: on whole arrays, or on what one device has of them.
+      operands: arrays.
+      rule: Shardy's, for the operands and the results.
+      free: the factors that may be sharded, each a letter: as the first operand has it that has
+        the factor.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.are_all_axes_manual:
+        return varying_like(operands, call(*operands))
 
     def local(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         # Under `jax.set_mesh` jax 0.12 would note shardings on explicit axes, and XLA meets them
         # behind its partitioner: "No registered implementation for ... custom call to Sharding".
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return flat(*leaves)
+            return call(*leaves)
 
-    rule = sharding_rule(inputs, pool, config)
+    sides = [[x.split() for x in side.split(",")] for side in rule.split("->")]
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> tuple[Any, ...]:
         # The shapes carry the shardings that the caller has, also of what must come whole.
-        q = arg_shapes[0].sharding.spec
-        heads = q[1] if len(q) > 1 else None
+        sharded: dict[str, Any] = {}
+        for factors, shape in zip(sides[0], arg_shapes, strict=True):
+            spec = (*shape.sharding.spec, *[None] * len(factors))
+            for factor, axis in zip(factors, spec, strict=False):
+                if factor in free:
+                    sharded.setdefault(factor, axis)
+        args, results = (
+            tuple(NamedSharding(mesh, PartitionSpec(*map(sharded.get, x))) for x in side)
+            for side in sides
+        )
+        return mesh, local, results, args
 
-        def shardings(side: str) -> tuple[NamedSharding, ...]:
-            axes = [[heads if f == "h" else None for f in x.split()] for x in side.split(",")]
-            return tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in axes)
-
-        operands, results = map(shardings, rule.split("->"))
-        return mesh, local, results, operands
-
-    leaves, tree = jax.tree.flatten((inputs, pool, metadata))
-    call = custom_partitioning(flat)
-    call.def_partition(
+    split = custom_partitioning(call)
+    split.def_partition(
         partition=partition,
         sharding_rule=rule,
         # In the order in which the factors appear in the rule, as Shardy wants it.
-        need_replication_factors=tuple(f for f in dict.fromkeys(rule) if f.isalpha() and f != "h"),
+        need_replication_factors=tuple(
+            f for f in dict.fromkeys(rule) if f.isalpha() and f not in free
+        ),
     )
-    kind = KDAResult if pool is None else KDAPoolResult
-    return varying_like(leaves, kind(*call(*leaves)))
+    return varying_like(operands, tuple(split(*operands)))
 
 
 def sharding_rule(inputs: KDAInputs, pool: StatePool | None, config: KDAConfig) -> str:
@@ -103,30 +122,31 @@ def varying_like(inputs: Any, result: Result) -> Result:
         missing = tuple(sorted(varying - axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return type(result)(*map(cast, result))
+    return jax.tree.map(cast, result)
 
 
 def run_on_auto_axes(
-    run: Callable[[KDAInputs, StatePool | None, ChunkMetadata], KDAResult | KDAPoolResult],
-    inputs: KDAInputs,
-    pool: StatePool | None,
-    metadata: ChunkMetadata,
-) -> KDAResult | KDAPoolResult:
-    """``run(inputs, pool, metadata)`` with the explicit axes of a mesh handed to the partitioner.
+    run: Callable[..., Result], like: jax.Array, results: Any, *args: Any
+) -> Result:
+    """``run(*args)`` with the explicit axes of a mesh handed to the partitioner.
 
     On explicit axes, the default of `jax.make_mesh`, JAX wants to know the sharding of every
-    intermediate array. The results are sharded over heads as v is, and over nothing else.
+    intermediate array.
+
+    Args:
+      run: the call.
+      like: an array whose second axis (heads, channels) may be sharded.
+      results: a leaf for each result of ``run``: those are sharded in their second axis as that
+        array is, and in no other.
+      *args: of the call.
     """
-    sharding = jax.typeof(inputs.v).sharding
+    sharding = jax.typeof(like).sharding
     if not sharding.mesh.explicit_axes:
-        return run(inputs, pool, metadata)
-    by_head = NamedSharding(sharding.mesh, PartitionSpec(None, sharding.spec[1]))
-    shardings = (
-        KDAResult(by_head, by_head, by_head)  # type: ignore[arg-type]
-        if pool is None
-        else KDAPoolResult(by_head, by_head)  # type: ignore[arg-type]
-    )
+        return run(*args)
+    second = NamedSharding(sharding.mesh, PartitionSpec(None, sharding.spec[1]))
     automatic = jax.sharding.auto_axes(
-        run, axes=sharding.mesh.explicit_axes, out_sharding=shardings
+        run,
+        axes=sharding.mesh.explicit_axes,
+        out_sharding=jax.tree.map(lambda _: second, results),
     )
-    return automatic(inputs, pool, metadata)
+    return automatic(*args)

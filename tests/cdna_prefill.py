@@ -35,7 +35,7 @@ HIPCC = ROOT / "tools" / "amd" / "hipcc.sh"
 FLAGS = ("-O3", "-DNDEBUG", "-std=c++17")  # as in ffi/rocm.cmake
 ARCHITECTURES = ("gfx942", "gfx950")
 TILE, WAVE, WALK_WAVES, FILL_BLOCKS = 16, 64, 4, 64
-TOKEN_THREADS = 128
+TOKEN_THREADS, TOKEN_LANES = 128, 32
 GROUP_STAGES = ("groups, first walk", "groups, scan", "groups, second walk")
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _GATES = {"bounded": 0, "softplus": 1, "activated": 2}
@@ -144,7 +144,8 @@ class _Launcher:
 def _launch(p: Problem, run: _Launcher) -> None:
     """GpuDriver::run of driver.hip."""
     if p.C == 1:
-        blocks = p.N * p.H * p.V // TILE
+        rows = TOKEN_THREADS // min(TOKEN_LANES, p.K // 4) * 4  # of V, in a block
+        blocks = p.N * p.H * -(-p.V // rows)
         run("tokens", "tokens_kernel", f"Li{p.K}E", (blocks, 1), TOKEN_THREADS)
         return
     sizes = f"Li{p.K}ELi{p.C}E"

@@ -101,9 +101,28 @@ struct CdnaTiles : CdnaProducts {
     a.x = x[0], b.x = x[1];
   }
   using Element = std::conditional_t<std::is_same_v<Io, BF16>, __bf16, _Float16>;
+  static KDA_FN float widen(uint32_t pair, int which) {
+    return float(__builtin_bit_cast(Element, uint16_t(which ? pair >> 16 : pair)));
+  }
+  static KDA_FN uint32_t pair(float lo, float hi) {
+    return __builtin_bit_cast(uint16_t, Element(lo)) | uint32_t(__builtin_bit_cast(uint16_t, Element(hi))) << 16;
+  }
   static KDA_FN float element(const Tensor& t, int64_t at) {
     return t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
                                  : float(static_cast<const Element*>(t.data)[at]);
+  }
+  struct alignas(8) Elements4 {
+    Element x[4];
+  };
+  static KDA_FN void elements4(float (&x)[4], const Tensor& t, int64_t at) {  // `at`: a multiple of 4
+    if (t.type == DType::kF32) {
+      const Float4 v = *reinterpret_cast<const Float4*>(static_cast<const float*>(t.data) + at);
+      x[0] = v[0], x[1] = v[1], x[2] = v[2], x[3] = v[3];
+    } else {
+      const auto v = *reinterpret_cast<const Elements4*>(static_cast<const Element*>(t.data) + at);
+      KDA_UNROLL
+      for (int i = 0; i < 4; ++i) x[i] = float(v.x[i]);
+    }
   }
   static KDA_FN void put(void* data, int64_t at, float x) { static_cast<Element*>(data)[at] = Element(x); }
   static KDA_FN float exchange(float x, int d) { return shuffle(x, lane() ^ d); }

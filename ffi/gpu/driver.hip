@@ -115,7 +115,8 @@ struct GpuDriver : GpuLaunches<K, C, Unbounded> {
 // Chunks of one token: a launch, and no workspace.
 std::string run_tokens(const Problem& p, hipStream_t on) {
   Stream stream{on, false};
-  const int64_t blocks = std::max<int64_t>(p.N * p.H * (p.V / kTile), 1);
+  const int64_t blocks = TokenStep<GpuTiles, KDA_K>::blocks(p);
+  if (blocks == 0) return "";
   KDA_TRY(launch(tokens_kernel<GpuTiles, KDA_K>, blocks, kTokenThreads, 0, stream, Problem(p)));
   return "";
 }

@@ -159,9 +159,19 @@ struct NvidiaTiles : NvidiaProducts {
     b = {{w.x, w.y, w.z, w.w}};
   }
   static KDA_FN float widen(uint32_t pair, int which) { return unpack<Io>(pair, which); }
+  static KDA_FN uint32_t pair(float lo, float hi) { return pack<Io>(lo, hi); }
   static KDA_FN float element(const Tensor& t, int64_t at) {
     return t.type == DType::kF32 ? static_cast<const float*>(t.data)[at]
                                  : unpack<Io>(static_cast<const uint16_t*>(t.data)[at], 0);
+  }
+  static KDA_FN void elements4(float (&x)[4], const Tensor& t, int64_t at) {  // `at`: a multiple of 4
+    if (t.type == DType::kF32) {
+      const float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(t.data) + at);
+      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + at);
+      x[0] = widen(v.x, 0), x[1] = widen(v.x, 1), x[2] = widen(v.y, 0), x[3] = widen(v.y, 1);
+    }
   }
   static KDA_FN void put(void* data, int64_t at, float x) {
     static_cast<uint16_t*>(data)[at] = uint16_t(pack<Io>(x, 0.0f));

@@ -1,6 +1,13 @@
 // One set of runtime names for both GPU vendors. The source is HIP; nvcc builds it with -x cu.
 #pragma once
 
+// The second argument: blocks on a multiprocessor for nvcc, waves on a SIMD for HIP, which has registers enough.
+#if defined(__CUDACC__)
+#define KDA_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#else
+#define KDA_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads)
+#endif
+
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,61 +1,11 @@
 #include "prefill.h"
 
 #include <algorithm>
-#include <initializer_list>
+
+#include "checker.h"
 
 namespace kda {
 namespace {
-
-// Collects the first operand that does not fit.
-class Checker {
- public:
-  explicit Checker(const char* target) : target_(target) {}
-  void shape(const char* name, ffi::AnyBuffer b, std::initializer_list<int64_t> want) {
-    const auto have = b.dimensions();
-    bool same = have.size() == want.size();
-    if (same) {
-      size_t i = 0;
-      for (int64_t n : want) same = same && have[i++] == n;
-    }
-    if (!same) fail(name, "has shape " + text(have) + ", want " + text(want));
-  }
-  void type(const char* name, ffi::AnyBuffer b, ffi::DataType want) {
-    if (b.element_type() != want) fail(name, "has another element type than the kernel reads");
-  }
-  Tensor tensor(const char* name, ffi::AnyBuffer b) {
-    switch (b.element_type()) {
-      case ffi::DataType::F32:
-        return {b.untyped_data(), DType::kF32};
-      case ffi::DataType::BF16:
-        return {b.untyped_data(), DType::kBF16};
-      case ffi::DataType::F16:
-        return {b.untyped_data(), DType::kF16};
-      default:
-        fail(name, "must be float32, bfloat16 or float16");
-        return {b.untyped_data(), DType::kF32};
-    }
-  }
-  void fail(const char* name, const std::string& what) {
-    if (error_.empty()) error_ = std::string(target_) + ": " + name + " " + what;
-  }
-  const std::string& error() const { return error_; }
-
- private:
-  template <class Dims>
-  static std::string text(const Dims& dims) {
-    std::string s = "[";
-    for (int64_t n : dims) s += (s.size() > 1 ? ", " : "") + std::to_string(n);
-    return s + "]";
-  }
-  const char* const target_;
-  std::string error_;
-};
-
-// An absent operand is an array without elements.
-template <class T>
-const T* optional(ffi::AnyBuffer b) {
-  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
-}
 
 // All but the states.
 void convert(Checker& check, PrefillOperands in, PrefillResults res, PrefillAttributes at,
@@ -122,11 +72,6 @@ void convert(Checker& check, PrefillOperands in, PrefillResults res, PrefillAttr
   p->slab_chunks = at.slab_chunks;
 }
 
-ffi::Error verdict(const Checker& check) {
-  if (check.error().empty()) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(check.error());
-}
-
 }  // namespace
 
 ffi::Error make_problem(const char* target, PrefillOperands in, PrefillStates states,
@@ -149,7 +94,7 @@ ffi::Error make_problem(const char* target, PrefillOperands in, PrefillStates st
   p->has_initial_state = optional<uint8_t>(states.has_initial_state);
   p->final_state = static_cast<float*>(states.final_state->untyped_data());
   p->checkpoint_state = static_cast<float*>(states.checkpoint_state->untyped_data());
-  return verdict(check);
+  return check.verdict();
 }
 
 ffi::Error make_problem(const char* target, PrefillOperands in, PrefillPool pool,
@@ -178,7 +123,7 @@ ffi::Error make_problem(const char* target, PrefillOperands in, PrefillPool pool
   p->has_initial_state = optional<uint8_t>(pool.has_initial_state);
   p->state_rows = optional<int32_t>(pool.state_indices);
   p->checkpoint_rows = optional<int32_t>(pool.checkpoint_state_indices);
-  return verdict(check);
+  return check.verdict();
 }
 
 }  // namespace kda

@@ -3,7 +3,7 @@
 #
 #   tools/amd/compile.sh [--update]     --update: writes tools/amd/resources.json again
 #
-# 1. ffi/gpu/driver.hip for every type, K and target, to build/amd/objects; any warning is an error.
+# 1. ffi/gpu/driver.hip for every type, K and target, and conv.hip, to build/amd/objects; any warning is an error.
 # 2. The dynamic LDS in resources.json is what the kernels take (shared_sizes.py writes a source with the assertions).
 # 3. resources.py: no spills, no scratch, LDS within the limit, occupancy at least that of the table.
 # 4. matrix_ops.py: each stage has the matrix instructions that it should have, and no others.
@@ -21,6 +21,7 @@ for io in BF16 F16; do
     tools/amd/hipcc.sh --objects "$objects" --suffix ".${io}_$k" "${flags[@]}" "-DKDA_IO=$io" "-DKDA_K=$k" \
       ffi/gpu/driver.hip
   done
+  tools/amd/hipcc.sh --objects "$objects" --suffix ".$io" "${flags[@]}" "-DKDA_IO=$io" ffi/gpu/conv.hip
 done
 "$python" tools/amd/shared_sizes.py "$table" > "$objects/shared_sizes.hip"
 tools/amd/hipcc.sh --arch gfx942 --cuda-device-only -fsyntax-only -std=c++17 -Iffi/gpu "$objects/shared_sizes.hip"
