@@ -16,15 +16,17 @@ struct InputStage {
 
   static KDA_FN int place(int row, int piece) { return (piece ^ (row << 1 & 4)) * 8; }
 
-  // What a thread copies of each array: every fourth piece of some rows; those without a token become zeros.
+  // What a thread copies of each array: every fourth piece of some rows; those without a token become zeros. The rows
+  // are those of its own warp, so that nobody else waits for them.
   struct Copies {
-    static constexpr int kThreads = C / kTile * Tiles::kWave, kStep = kThreads / 4, kRows = C / kStep;
+    static constexpr int kThreads = C / kTile * Tiles::kWave, kStep = Tiles::kWave / 4, kRows = kTile / kStep;
     int64_t from[kRows];  // elements
     int bytes[kRows];
     int to[2];  // for even and odd steps of four pieces
 
-    KDA_FN Copies(const Problem& p, const ChunkRow& chunk, int head) {
-      const int piece = int(threadIdx.x) & 3, row = int(threadIdx.x) >> 2;
+    KDA_FN Copies(const Problem& p, const PrologueTask& task) {
+      const ChunkRow chunk = task.row;
+      const int head = task.head, piece = Tiles::quarter(), row = int(threadIdx.x) / Tiles::kWave * kTile + Tiles::group();
       KDA_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const bool valid = row + i * kStep < chunk.valid;
