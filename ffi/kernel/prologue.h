@@ -83,8 +83,8 @@ struct Prologue {
 
   // ---- load ----------------------------------------------------------------------------------
   // Where the inputs of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
-  // near enough to be read again for the factors, instead of kept in registers. `kSums`: `sums` makes of g what is summed
-  // of the decays, and the totals, in a way of its own.
+  // near enough to be read for the factors only, and `q_squares`, `k_squares` make the sums of their rows' squares.
+  // `kSums`: `sums` makes of g what is summed of the decays, and the totals, in a way of its own.
   struct Direct {
     static constexpr bool kAgain = false, kSums = false;
     struct Gates {};
@@ -122,12 +122,9 @@ struct Prologue {
     [[maybe_unused]] typename Inputs::Gates staged;
     if constexpr (Inputs::kAgain) {  // one after the other, and before the sums: registers are few
       staged.load(rate(p, head), p.dt_bias + int64_t(head) * K);
-      KDA_UNROLL
-      for (int t = 0; t < KT; t += 2) in.q(w.x.q[t], w.x.q[t + 1], t);
-      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
-      KDA_UNROLL
-      for (int t = 0; t < KT; t += 2) in.k(w.x.k[t], w.x.k[t + 1], t);
-      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+      const RowVec q = in.q_squares(), k = in.k_squares();
+      w.x.q_factor = row_factor(q, p.l2norm, int(first), w.beyond);
+      w.x.k_factor = row_factor(k, p.l2norm, int(first), w.beyond);
     } else {
       KDA_UNROLL
       for (int t = 0; t < KT; t += 2) {
@@ -143,8 +140,8 @@ struct Prologue {
       gates(p, head, valid, w);
     }
     if constexpr (!Inputs::kAgain) {
-      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
-      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+      w.x.q_factor = row_factor(Tiles::row_squares(w.x.q), p.l2norm, int(first), w.beyond);
+      w.x.k_factor = row_factor(Tiles::row_squares(w.x.k), p.l2norm, int(first), w.beyond);
     }
     if constexpr (Unbounded) {
       Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
@@ -168,11 +165,9 @@ struct Prologue {
     }
   }
 
-  // The factor that normalises a row, 1 without l2norm. Rows that nobody normalised may be too long or too
-  // short for fp16 products; `beyond` gets the first such token.
-  static KDA_FN RowVec row_factor(const typename Tiles::Raw (&x)[KT], bool l2norm, int first,
-                                  int32_t& beyond) {
-    RowVec r = Tiles::row_squares(x);
+  // The factor that normalises a row with this sum of squares, 1 without l2norm. Rows that nobody normalised may be
+  // too long or too short for fp16 products; `beyond` gets the first such token.
+  static KDA_FN RowVec row_factor(RowVec r, bool l2norm, int first, int32_t& beyond) {
     if (l2norm) {
       Tiles::apply(r, [](float s) { return Tiles::rsqrt(s + kNormEpsilon); }, r);
       return r;
