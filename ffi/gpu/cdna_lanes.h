@@ -53,6 +53,10 @@ struct CdnaLanes {
   static KDA_FN int lane() { return int(threadIdx.x) & 63; }
   static KDA_FN int row() { return lane() & 15; }
   static KDA_FN int col(int e) { return 4 * (lane() >> 4) + e; }
+  static KDA_FN void sync_wave() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+  }
   static KDA_FN float shuffle(float x, int from) {
     return __builtin_bit_cast(
         float, __builtin_amdgcn_ds_bpermute(4 * from, __builtin_bit_cast(int, x)));

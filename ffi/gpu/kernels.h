@@ -1,4 +1,4 @@
-// The GPU drivers: which wave runs which role, with a barrier between two phases of the prologue.
+// The GPU drivers: which wave runs which role, with barriers between phases of the prologue.
 #pragma once
 
 #include "../kernel/prologue.h"
@@ -101,26 +101,43 @@ struct alignas(16) PrologueTask {
   int chunk, head;
 };
 
-// The roles of one task, one wave for each 16 tokens. `task` may be in shared memory: it is read wherever it is needed.
-// `loaded` runs in a while and `met` behind the barrier that follows; `factored` when nobody reads q and k any more,
-// `scored` when nobody reads `shared.keys`.
-template <class P, class S, class Task, class Inputs, class A, class B, class D, class E>
-KDA_FN void prologue_of(const S& s, const Task& task, int wave, const Inputs& inputs, typename P::Shared& shared,
-                        A loaded, B met, D factored, E scored) {
+// The barrier behind the factors, where it is not in two halves.
+struct WholeBarrier {
+  static constexpr bool kHalves = false;
+  KDA_FN void arrive() const {}
+  KDA_FN void wait() const { __syncthreads(); }
+};
+
+// The roles of one task, one wave for each 16 tokens. `task()` may be in shared memory: it is read wherever it is needed.
+// `loaded` runs in a while and `met` behind the barrier that follows; `factored` when this wave does not read q and k any
+// more, `scored` when nobody reads `shared.keys`. The first wave has most to do for the factors, the last one for the
+// scores: between two halves of the barrier `keys_there` each does what needs no other.
+template <class P, class S, class Task, class Inputs, class Barrier, class A, class B, class D, class E>
+KDA_FN void prologue_of(const S& s, Task task, int wave, const Inputs& inputs, typename P::Shared& shared,
+                        Barrier keys_there, A loaded, B met, D factored, E scored) {
+  using Tiles = typename P::Tiles;
   typename P::Wave w;
-  P::load(s.p, ChunkRow(task.row), task.head, wave, inputs, w, shared);
+  P::load(s.p, ChunkRow(task().row), task().head, wave, inputs, w, shared);
   loaded();
   __syncthreads();
   met();
-  P::channels(wave, P::NT, shared, s.decay(task.chunk, task.head));
-  __syncthreads();
-  P::factors(hidden(wave), P::NT, inputs, w, shared, s.blob(task.chunk, task.head));
-  __syncthreads();
+  P::channels(wave, P::NT, shared, s.decay(task().chunk, task().head));
+  Tiles::sync_wave();
+  P::factors(hidden(wave), P::NT, inputs, w, shared, s.blob(task().chunk, task().head));
+  keys_there.arrive();
+  Tiles::sync_wave();
   factored();
-  P::scores(hidden(wave), task.row.first, w, shared, s.blob(task.chunk, task.head));
+  auto diagonal = [&] {
+    P::diagonal(hidden(wave), task().row.first, w, shared, s.blob(task().chunk, task().head));
+  };
+  if constexpr (Barrier::kHalves) diagonal();
+  keys_there.wait();
+  P::scores(hidden(wave), w, shared, s.blob(task().chunk, task().head));
+  if constexpr (!Barrier::kHalves) diagonal();  // fewer registers
   __syncthreads();
   scored();
-  Solve<P>::solve(ChunkRow(task.row), hidden(wave), w, shared, s.blob(task.chunk, task.head), s.beyond(task.chunk, task.head));
+  Solve<P>::solve(ChunkRow(task().row), hidden(wave), w, shared, s.blob(task().chunk, task().head),
+                  s.beyond(task().chunk, task().head));
 }
 
 // A second pass nearly always has nothing to do. On NVIDIA it is a few blocks that would loop; CDNA's compiler
@@ -134,8 +151,8 @@ KDA_FN bool prologue_task(const S& s, int chunk, int head, int wave, typename P:
   const ChunkRow row = s.chunk_row(chunk);
   if (row.sequence < 0) return false;
   if (s.has_to(row.sequence, head))
-    prologue_of<P>(s, PrologueTask{row, chunk, head}, wave, typename P::Direct(s.p, row, head, wave), shared, [] {},
-                   [] {}, [] {}, [] {});
+    prologue_of<P>(s, [=] { return PrologueTask{row, chunk, head}; }, wave, typename P::Direct(s.p, row, head, wave),
+                   shared, WholeBarrier{}, [] {}, [] {}, [] {}, [] {});
   return true;
 }
 

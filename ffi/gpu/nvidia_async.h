@@ -59,6 +59,31 @@ struct Barrier {  // in shared memory; sm_90
   }
 };
 
+// A barrier of a block in two halves, between which a warp does what needs no other. Each thread arrives by itself, and
+// in the next turn only behind another barrier.
+struct SplitBarrier {
+  Barrier barrier;
+  struct Turn {
+    static constexpr bool kHalves = true;
+    Barrier& barrier;
+    int parity;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    KDA_FN void arrive() const { barrier.arrive(); }
+    KDA_FN void wait() const { barrier.wait(parity); }
+#else
+    KDA_FN void arrive() const {}
+    KDA_FN void wait() const { __syncthreads(); }
+#endif
+  };
+  KDA_FN void init(int threads) {  // by one thread
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    barrier.init(threads);
+    Barrier::fence_init();
+#endif
+  }
+  KDA_FN Turn turn(int n) { return {barrier, n & 1}; }
+};
+
 // A chunk's operands in shared memory.
 template <class Tiles, int K, int C>
 struct WalkStage {

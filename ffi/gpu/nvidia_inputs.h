@@ -16,15 +16,17 @@ struct InputStage {
 
   static KDA_FN int place(int row, int piece) { return (piece ^ (row << 1 & 4)) * 8; }
 
-  // What a thread copies of each array: every fourth piece of some rows; those without a token become zeros.
+  // What a thread copies of each array: every fourth piece of some rows; those without a token become zeros. The rows
+  // are those of its own warp, so that nobody else waits for them.
   struct Copies {
-    static constexpr int kThreads = C / kTile * Tiles::kWave, kStep = kThreads / 4, kRows = C / kStep;
+    static constexpr int kThreads = C / kTile * Tiles::kWave, kStep = Tiles::kWave / 4, kRows = kTile / kStep;
     int64_t from[kRows];  // elements
     int bytes[kRows];
     int to[2];  // for even and odd steps of four pieces
 
-    KDA_FN Copies(const Problem& p, const ChunkRow& chunk, int head) {
-      const int piece = int(threadIdx.x) & 3, row = int(threadIdx.x) >> 2;
+    KDA_FN Copies(const Problem& p, const PrologueTask& task) {
+      const ChunkRow chunk = task.row;
+      const int head = task.head, piece = Tiles::quarter(), row = int(threadIdx.x) / Tiles::kWave * kTile + Tiles::group();
       KDA_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const bool valid = row + i * kStep < chunk.valid;
@@ -76,6 +78,36 @@ struct InputStage {
     }
     KDA_FN void q(Raw& a, Raw& b, int t) const { load(a, b, q_rows, t); }
     KDA_FN void k(Raw& a, Raw& b, int t) const { load(a, b, k_rows, t); }
+    // Sums of the rows' squares: the diagonal of x x^T, so that which channels are contracted in a step may differ from row
+    // to row. Of row r of an 8 x 8 matrix, token 2 r or 2 r + 1, it is the 16 bytes number (2 t + slot) ^ r, as they lie in
+    // memory: rows are 256 bytes apart and begin at multiples of 128, so the eight are in the eight groups of banks. Each
+    // matrix comes twice, since the registers of a left and of a right operand follow each other in different orders.
+    KDA_FN typename Tiles::RowVec squares(const Rows& x) const {
+      using Op = typename Tiles::IoType;
+      const int r = Tiles::lane() & 7, low = Tiles::lane() >> 3 & 1, high = Tiles::lane() >> 4;
+      auto matrix = [&](int half, int slot) {  // rows 8 half .., contracted columns 8 slot ..
+        return shared_address(&x[block * kTile + 2 * r + half][8 * (slot ^ r)]);
+      };
+      const unsigned left = matrix(low, high), right = matrix(high, low);
+      typename Tiles::Acc sums;
+      Tiles::zero(sums);
+      KDA_UNROLL
+      for (int t = 0; t < kPieces / 2; ++t) {
+        const auto a = matrices((left ^ t % 4 * 32) + t / 4 * 128), b = matrices((right ^ t % 4 * 32) + t / 4 * 128);
+        Tiles::template mma8<Op>(sums.x, a, b.r[0], b.r[1]);
+        Tiles::template mma8<Op>(sums.x + 4, a, b.r[2], b.r[3]);
+      }
+      return Tiles::diagonal(sums);
+    }
+    static KDA_FN Raw matrices(unsigned address) {
+      Raw a;
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a.r[0]), "=r"(a.r[1]), "=r"(a.r[2]), "=r"(a.r[3])
+                   : "r"(address));
+      return a;
+    }
+    KDA_FN typename Tiles::RowVec q_squares() const { return squares(q_rows); }
+    KDA_FN typename Tiles::RowVec k_squares() const { return squares(k_rows); }
     KDA_FN typename Tiles::RowVec beta(const Problem& p, int64_t, int, int) const {
       typename Tiles::RowVec v;
       KDA_UNROLL

@@ -58,6 +58,7 @@ struct NvidiaLanes {
   static KDA_FN int token_col(int e) { return 4 * quarter() + 2 * (e & 1) + (e >> 2); }
   static KDA_FN int value_row(int i) { return 4 * (group() >> 1) + (group() & 1) + 2 * i; }
   static KDA_FN float shuffle(float x, int from) { return __shfl_sync(~0u, x, from); }
+  static KDA_FN void sync_wave() { __syncwarp(); }
 
   static KDA_FN float exp2(float x) {
     float y;

@@ -52,10 +52,9 @@ struct NvidiaLaunches : Launches<NvidiaTiles<Io>, Policy, K, C, Unbounded> {
 
   using StagedMemory = StagedPrologueMemory<T, Policy, K, C, Unbounded>;
   static constexpr bool kStages = K == 128 && C == 64 && !Unbounded;
-  static constexpr size_t kReserved = 1024;  // by CUDA, of each block
   static bool stages(const Problem& p, const Device& device) {
     return kStages && p.g.type == p.q.type &&
-           size_t(device.all_shared_bytes) >= kPrologueBlocks * (sizeof(StagedMemory) + kReserved);
+           size_t(device.all_shared_bytes) >= kPrologueBlocks * (sizeof(StagedMemory) + kReservedBytes);
   }
 
   static hipError_t prologue(const Problem& p, Stream& stream, const Device& device, int first,

@@ -152,13 +152,16 @@ struct NvidiaProducts : NvidiaLanes {
     for (int e = 0; e < 8; ++e) x.x[e] -= rest.x[e];
     return x;
   }
-  // Sums of squares of the rows: the diagonal of x x^T. Token 2g lies in lane (g, g / 2).
+  // Sums of squares of the rows: the diagonal of x x^T. Row g lies in lane (g, g / 2).
   template <class Op, int N>
   static KDA_FN RowVec row_squares(const Operand<Op> (&x)[N]) {
     Acc a;
     zero(a);
     KDA_UNROLL
     for (int i = 0; i < N; ++i) product(a, x[i], right_of(x[i]));
+    return diagonal(a);
+  }
+  static KDA_FN RowVec diagonal(const Acc& a) {
     const int from = (lane() & ~3) + (group() >> 1);
     const bool odd = group() & 1;
     return {{shuffle(odd ? a.x[1] : a.x[0], from), shuffle(odd ? a.x[7] : a.x[6], from)}};

@@ -9,7 +9,8 @@
 namespace kda {
 inline namespace KDA_ISA {
 
-constexpr int kPrologueBlocks = 3;  // on a multiprocessor
+constexpr int kPrologueBlocks = 3;       // on a multiprocessor
+constexpr size_t kReservedBytes = 1024;  // by CUDA, of each block's shared memory
 
 // The tasks, (chunk, head)s in order of time, are given away in turn, or to whoever asks first: then the launch before has
 // cleared the progress. After so many rounds only the blocks on `staying` of the multiprocessors go on, so that the walk
@@ -26,11 +27,11 @@ struct StagedPrologueMemory {
   using Shared = typename Prologue<Tiles, Policy, K, C, Unbounded>::Shared;
   Shared shared;
   alignas(128) Rows q, k;
-  PrologueTask task[2];  // in turn: this one, and the next one; of sequence -1: none
-  Progress* progress;  // which takes long to work out
-  int taken, stays;    // stays: below 0, nobody has asked
-  int done_chunk, done_head;
-  uint32_t beta[C];  // as they are
+  PrologueTask task[4];     // in turn, of which the last one, this one and the next one are needed; of sequence -1: none
+  SplitBarrier keys_there;  // of this task
+  Progress* progress;       // which takes long to work out
+  int taken, stays;         // stays: below 0, nobody has asked
+  uint32_t beta[C];         // as they are
   // g is where the decayed keys will be.
   KDA_FN Rows& g() { return reinterpret_cast<Rows&>(shared.keys); }
   static_assert(sizeof(Rows) <= sizeof(Shared::keys), "");
@@ -50,12 +51,12 @@ __global__ void clear_progress_kernel(KDA_PARAMETER Problem p, bool beside) {
 
 // A task's operands are in memory: all threads of the block have met a barrier behind their stores.
 template <class S>
-KDA_FN void say_there(const S& s, int chunk, int head) {
+KDA_FN void say_there(const S& s, const PrologueTask& task) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");  // they are read by bulk copies
 #endif
   __threadfence();
-  *static_cast<volatile uint8_t*>(s.is_there(chunk, head)) = 1;
+  *static_cast<volatile uint8_t*>(s.is_there(task.chunk, task.head)) = 1;
 }
 
 KDA_FN int multiprocessor() {
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   using Stage = InputStage<Tiles, K, C>;
   extern __shared__ __attribute__((aligned(128))) char memory[];
   auto& m = *reinterpret_cast<StagedPrologueMemory<Tiles, Policy, K, C, Unbounded>*>(memory);
+  static_assert(kPrologueBlocks * (sizeof m + kReservedBytes) <= 228 * 1024, "what a multiprocessor of sm_90 has");
   const Schedule<Tiles, Policy, K, C> s{p, slab_first, slab_last};
   // Worked out again wherever it is needed: registers are few.
   auto awaited = [&] { return hidden(split.rounds) > 0; };
@@ -106,7 +108,8 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
   const int wave = wave_index<Tiles>();
   if (threadIdx.x == 0) {
     set(m.task[0], int(blockIdx.x));
-    m.taken = 1, m.stays = m.done_chunk = -1, m.progress = &s.progress();
+    m.taken = 1, m.stays = -1, m.progress = &s.progress();
+    m.keys_there.init(blockDim.x);
   }
   CopyByAll::commit();
   CopyByAll::wait<0>();
@@ -125,9 +128,14 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
     begin();
     return;
   }
+  // The token whose beta a lane brings; the upper half of a warp has the same as the lower one.
+  auto token = [&] {
+    const int thread = hidden(int(threadIdx.x));
+    return thread / Tiles::kWave * kTile + thread % kTile;
+  };
   // What was loaded comes in the order in which it was asked for, and so would a word that registers had no room for.
   auto load_beta = [&](const PrologueTask& task) {
-    const int t = int(threadIdx.x);
+    const int t = token();
     const int64_t at = (int64_t(task.row.first) + t) * p.H + task.head;
     uint32_t beta = 0;
     if (t < task.row.valid) {  // nobody has a token behind C
@@ -140,57 +148,61 @@ __global__ void __launch_bounds__(C / kTile * Tiles::kWave, kPrologueBlocks)
     return beta;
   };
   auto store_beta = [&](uint32_t beta) {
-    const int t = hidden(int(threadIdx.x));
-    if (t < C) m.beta[t] = beta;
+    if (Tiles::lane() < kTile) m.beta[token()] = beta;
   };
   {
     const uint32_t beta = load_beta(m.task[0]);
-    const typename Stage::Copies copies(p, m.task[0].row, m.task[0].head);
+    const typename Stage::Copies copies(p, m.task[0]);
     copies.fetch(m.q, p.q), copies.fetch(m.k, p.k), copies.fetch(m.g(), p.g);
     store_beta(beta);
   }
-  int upcoming = 0;
-  for (int turn = 0;; turn ^= 1) {
-    PrologueTask &now = m.task[turn], &next = m.task[turn ^ 1];
+  // There is no barrier between two tasks: a warp may load the next one while others solve this one. What it writes then
+  // is its own (its rows of q, k and g, its part of beta, its block's total) or another slot of `task`.
+  int upcoming = 0, n = 0;
+  auto task = [&](int n) -> PrologueTask& { return m.task[hidden(n) & 3]; };
+  for (;; ++n) {
+    auto now = [&]() -> const PrologueTask& { return task(n); };
+    auto next = [&]() -> const PrologueTask& { return task(n + 1); };
     CopyByAll::commit();
     CopyByAll::wait<0>();
-    __syncthreads();
-    if (threadIdx.x == 0 && m.done_chunk >= 0) set(next, upcoming);
+    __syncwarp();
+    if (awaited()) __syncthreads();  // all have stored the task before, which will be said
+    if (threadIdx.x == 0 && n > 0) set(task(n + 1), upcoming);
     CopyByAll::commit();
     uint32_t beta = 0;
     prologue_of<P>(
         s, now, wave, typename Stage::Block{m.q, m.k, m.g(), m.beta, wave}, m.shared,
+        m.keys_there.turn(hidden(n)),
         [&] {
-          if (m.done_chunk < 0) {
+          if (n == 0) {
             begin();
-            if (threadIdx.x == 0) set(next, take());
+            if (threadIdx.x == 0) set(task(1), take());
             CopyByAll::commit();
           }
           CopyByAll::wait<0>();
           // Not earlier, when what was stored would be waited for.
-          if (threadIdx.x == 0 && awaited() && m.done_chunk >= 0) say_there(s, m.done_chunk, m.done_head);
+          if (threadIdx.x == 0 && awaited() && n > 0) say_there(s, task(n - 1));
         },
         [&] {
-          if (next.row.sequence >= 0) Stage::ask(p, next);
+          if (next().row.sequence >= 0) Stage::ask(p, next());
         },
         [&] {
-          if (next.row.sequence < 0) return;
-          const typename Stage::Copies copies(p, next.row, next.head);
+          if (next().row.sequence < 0) return;
+          const typename Stage::Copies copies(p, next());
           copies.fetch(m.q, p.q), copies.fetch(m.k, p.k);
         },
         [&] {
-          if (next.row.sequence < 0) return;
-          beta = load_beta(next);
+          if (next().row.sequence < 0) return;
+          beta = load_beta(next());
           if (threadIdx.x == 0) upcoming = take();
-          typename Stage::Copies(p, next.row, next.head).fetch(m.g(), p.g);
+          typename Stage::Copies(p, next()).fetch(m.g(), p.g);
         });
     store_beta(beta);
-    if (threadIdx.x == 0) m.done_chunk = now.chunk, m.done_head = now.head;
-    if (next.row.sequence < 0) break;
+    if (next().row.sequence < 0) break;
   }
   if (!awaited()) return;
   __syncthreads();
-  if (threadIdx.x == 0) say_there(s, m.done_chunk, m.done_head);
+  if (threadIdx.x == 0) say_there(s, task(n));
 }
 
 }  // namespace KDA_ISA

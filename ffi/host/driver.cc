@@ -127,10 +127,12 @@ struct HostDriver {
     const int blocks = active_blocks<HostTiles, P::NT>(row);
     for (int w = 0; w < blocks; ++w)
       P::load(p, row, head, w, typename P::Direct(p, row, head, w), waves[w], shared);
-    for (int w = 0; w < blocks; ++w) P::channels(w, blocks, shared, decay);
-    for (int w = 0; w < blocks; ++w)
+    for (int w = 0; w < blocks; ++w) {
+      P::channels(w, blocks, shared, decay);
       P::factors(w, blocks, typename P::Direct(p, row, head, w), waves[w], shared, out);
-    for (int w = 0; w < blocks; ++w) P::scores(w, row.first, waves[w], shared, out);
+      P::diagonal(w, row.first, waves[w], shared, out);
+    }
+    for (int w = 0; w < blocks; ++w) P::scores(w, waves[w], shared, out);
     for (int w = 0; w < blocks; ++w)
       Solve<P>::solve(row, w, waves[w], shared, out, s.beyond(chunk, head));
   }

@@ -2,13 +2,17 @@
 // two roles are in solve.h.
 //
 // C/16 waves work on a chunk; wave I owns the 16 tokens of row block I. The functions below are what one
-// wave does between two barriers; a target's driver calls them in order, with a barrier between two of
-// them (the host loops over the waves instead):
+// wave does; a target's driver calls them in order, with a barrier of all waves where there is a line (the
+// host loops over the waves instead):
 //
 //   load      inputs -> the decay summed inside the block, and its total
-//   channels  factors 2^(sum of whole blocks' totals), a channel at a time
+//   --------
+//   channels  factors 2^(sum of whole blocks' totals) that this wave uses, a channel at a time
 //   factors   diagonal blocks of Akk and Aqk, decayed keys for later blocks, what the walk needs of q, k
-//   scores    Akk and Aqk below the diagonal; inverse of the diagonal blocks of I + Akk
+//   --------
+//   scores    Akk and Aqk below the diagonal
+//   diagonal  inverse of the diagonal block of I + Akk: at any time from the factors to the next line
+//   --------
 //   solve     the blocks of the inverse below the diagonal, by substitution; a wave for each block column
 //
 // Exponents. G is the decay in log2 units, summed from the chunk's start. No factor 2^G is ever
@@ -56,7 +60,7 @@ struct Prologue {
     alignas(64) float before[NT][K];  // 2^(totals of the blocks before - kShift)
     alignas(64) float own[NT][K];     // 2^(total + kShift)
     alignas(64) float after[NT][K];   // 2^(totals of the blocks behind)
-    alignas(64) float bridge[kSome][K];  // of (row block, earlier block): 2^(totals between)
+    alignas(64) float bridge[kSome][K];  // of (row block, earlier block): 2^(totals between); not of neighbours
     alignas(64) float beta[C];
     alignas(64) Storage keys[kSome][KT][kTileElements];  // right operands, bridge included
     alignas(64) Storage lower[kSome][kTileElements];     // right operands of -Akk without beta
@@ -79,8 +83,8 @@ struct Prologue {
 
   // ---- load ----------------------------------------------------------------------------------
   // Where the inputs of a row block come from: `q`, `k`, `g` fetch channel tiles t and t + 1. `kAgain`: q and k are
-  // near enough to be read again for the factors, instead of kept in registers. `kSums`: `sums` makes of g what is summed
-  // of the decays, and the totals, in a way of its own.
+  // near enough to be read for the factors only, and `q_squares`, `k_squares` make the sums of their rows' squares.
+  // `kSums`: `sums` makes of g what is summed of the decays, and the totals, in a way of its own.
   struct Direct {
     static constexpr bool kAgain = false, kSums = false;
     struct Gates {};
@@ -118,12 +122,9 @@ struct Prologue {
     [[maybe_unused]] typename Inputs::Gates staged;
     if constexpr (Inputs::kAgain) {  // one after the other, and before the sums: registers are few
       staged.load(rate(p, head), p.dt_bias + int64_t(head) * K);
-      KDA_UNROLL
-      for (int t = 0; t < KT; t += 2) in.q(w.x.q[t], w.x.q[t + 1], t);
-      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
-      KDA_UNROLL
-      for (int t = 0; t < KT; t += 2) in.k(w.x.k[t], w.x.k[t + 1], t);
-      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+      const RowVec q = in.q_squares(), k = in.k_squares();
+      w.x.q_factor = row_factor(q, p.l2norm, int(first), w.beyond);
+      w.x.k_factor = row_factor(k, p.l2norm, int(first), w.beyond);
     } else {
       KDA_UNROLL
       for (int t = 0; t < KT; t += 2) {
@@ -139,8 +140,8 @@ struct Prologue {
       gates(p, head, valid, w);
     }
     if constexpr (!Inputs::kAgain) {
-      w.x.q_factor = row_factor(w.x.q, p.l2norm, int(first), w.beyond);
-      w.x.k_factor = row_factor(w.x.k, p.l2norm, int(first), w.beyond);
+      w.x.q_factor = row_factor(Tiles::row_squares(w.x.q), p.l2norm, int(first), w.beyond);
+      w.x.k_factor = row_factor(Tiles::row_squares(w.x.k), p.l2norm, int(first), w.beyond);
     }
     if constexpr (Unbounded) {
       Diagonal<Tiles, Decay, K>::exact(w.x, w.sum, w.rest, w.akk, w.aqk);
@@ -164,11 +165,9 @@ struct Prologue {
     }
   }
 
-  // The factor that normalises a row, 1 without l2norm. Rows that nobody normalised may be too long or too
-  // short for fp16 products; `beyond` gets the first such token.
-  static KDA_FN RowVec row_factor(const typename Tiles::Raw (&x)[KT], bool l2norm, int first,
-                                  int32_t& beyond) {
-    RowVec r = Tiles::row_squares(x);
+  // The factor that normalises a row with this sum of squares, 1 without l2norm. Rows that nobody normalised may be
+  // too long or too short for fp16 products; `beyond` gets the first such token.
+  static KDA_FN RowVec row_factor(RowVec r, bool l2norm, int first, int32_t& beyond) {
     if (l2norm) {
       Tiles::apply(r, [](float s) { return Tiles::rsqrt(s + kNormEpsilon); }, r);
       return r;
@@ -218,30 +217,44 @@ struct Prologue {
   }
 
   // ---- channels ------------------------------------------------------------------------------
-  static KDA_FN void channels(int wave, int blocks, Shared& s, float* decay) {
-    for (int c = wave * Tiles::kWave + Tiles::lane(); c < K; c += blocks * Tiles::kWave) {
-      float prefix = 0;
-      KDA_UNROLL
-      for (int i = 0; i < blocks; ++i) {
-        const float total = s.total[i][c];
-        s.before[i][c] = Tiles::exp2(prefix - kShift);
-        s.own[i][c] = Tiles::exp2(total + kShift);
-        float between = 0;
+  // What wave `block` alone uses, and by the last one the decay of the chunk. Of all channels: a lane has neighbours.
+  static KDA_FN void channels(int block, int blocks, Shared& s, float* decay) {
+    constexpr int kEach = K / Tiles::kWave;
+    struct alignas(kEach < 4 ? 4 * kEach : 16) Each {
+      float x[kEach];
+      KDA_FN void operator+=(const Each& other) {
         KDA_UNROLL
-        for (int j = i - 1; j >= 0; --j) {
-          s.bridge[pair(i, j)][c] = Tiles::exp2(between);
-          between += s.total[j][c];
-        }
-        prefix += total;
+        for (int e = 0; e < kEach; ++e) x[e] += other.x[e];
       }
-      float suffix = 0;
+    };
+    auto get = [](const float* from) { return reinterpret_cast<const Each*>(from)[Tiles::lane()]; };
+    auto put = [](float* to, Each x, auto... shift) {
       KDA_UNROLL
-      for (int i = blocks - 1; i >= 0; --i) {
-        s.after[i][c] = Tiles::exp2(suffix);
-        suffix += s.total[i][c];
-      }
-      decay[c] = Tiles::exp2(prefix);
+      for (int e = 0; e < kEach; ++e) x.x[e] = Tiles::exp2((x.x[e] + ... + shift));
+      reinterpret_cast<Each*>(to)[Tiles::lane()] = x;
+    };
+    Each total[NT], before = {}, after = {}, between = {};
+    KDA_UNROLL
+    for (int i = 0; i < blocks; ++i) total[i] = get(s.total[i]);
+    const Each own = get(s.total[block]);
+    KDA_UNROLL
+    for (int i = 0; i < blocks - 1; ++i)
+      if (i < block) before += total[i];
+    KDA_UNROLL
+    for (int i = blocks - 1; i > 0; --i)
+      if (i > block) after += total[i];
+    put(s.before[block], before, -kShift);
+    put(s.own[block], own, kShift);
+    put(s.after[block], after);
+    KDA_UNROLL
+    for (int row = 2; row < blocks; ++row) {
+      if (row < block + 2) continue;
+      between += total[row - 1];
+      put(s.bridge[pair(row, block)], between);
     }
+    if (block + 1 < blocks) return;
+    before += own;
+    put(decay, before);
   }
 
   // ---- factors -------------------------------------------------------------------------------
@@ -289,37 +302,21 @@ struct Prologue {
       }
       Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.after[block] + at));
       Tiles::store_blob(blob, Layout::kg(t, block), Tiles::template right_t<Bounded>(e));
-      if (block + 1 < blocks)
-        Tiles::store(s.keys[pair(block + 1, block)][t], Tiles::template right<Decay>(x));
-      KDA_LOOP
-      for (int row = block + 2; row < blocks; ++row) {
-        Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.bridge[pair(row, block)] + at));
-        Tiles::store(s.keys[pair(row, block)][t], Tiles::template right<Decay>(e));
+      const int first = pair(block + 1, block);
+      KDA_UNROLL
+      for (int i = 0; i < NT - 1; ++i) {  // later blocks
+        if (i >= blocks - block - 1) break;
+        if (i > 0) Tiles::apply(e, Multiply{}, x, Tiles::load_cols(s.bridge[first + i] + at));
+        Tiles::store(s.keys[first + i][t], Tiles::template right<Decay>(i > 0 ? e : x));
       }
     }
     if constexpr (!Unbounded) Diagonal<Tiles, Decay, K>::mask(w.akk, w.aqk);
     Tiles::apply(w.akk, Multiply{}, w.akk, w.beta);
   }
 
-  // ---- scores --------------------------------------------------------------------------------
+  // ---- diagonal ------------------------------------------------------------------------------
   // `first`: the chunk's first token.
-  static KDA_FN void scores(int block, int first, Wave& w, Shared& s, Storage* blob) {
-    for (int col = 0; col < block; ++col) {
-      auto key = [&](int t) -> decltype(auto) {
-        return Tiles::template load_right<Decay>(s.keys[pair(block, col)][t]);
-      };
-      Acc kk, qk;
-      Tiles::zero(kk);
-      Tiles::zero(qk);
-      Tiles::mma(kk, KT, [&](int t) -> decltype(auto) { return (w.left_k[t]); }, key);
-      Tiles::mma(qk, KT, [&](int t) -> decltype(auto) { return (w.left_q[t]); }, key);
-      constexpr float scale = Unbounded ? 1.0f : 1.0f / (1 << 20);
-      static_assert(Unbounded || kShift == 20, "");
-      Tiles::apply(kk, [](float a) { return -scale * a; }, kk);
-      Tiles::apply(qk, [](float a) { return scale * a; }, qk);
-      Tiles::store(s.lower[pair(block, col)], Tiles::template right<Bounded>(kk));
-      Tiles::store_blob(blob, Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
-    }
+  static KDA_FN void diagonal(int block, int first, Wave& w, Shared& s, Storage* blob) {
     Tiles::store_blob(blob, Layout::aqk(block, block), Tiles::template left<Bounded>(w.aqk));
     Acc inverse;
     if constexpr (Tiles::kInverseByHalves && kNarrow) {
@@ -344,6 +341,26 @@ struct Prologue {
       }
     }
     w.inverse_t = Tiles::template left_t<Bounded>(inverse);
+  }
+
+  // ---- scores --------------------------------------------------------------------------------
+  static KDA_FN void scores(int block, const Wave& w, Shared& s, Storage* blob) {
+    for (int col = 0; col < block; ++col) {
+      auto key = [&](int t) -> decltype(auto) {
+        return Tiles::template load_right<Decay>(s.keys[pair(block, col)][t]);
+      };
+      Acc kk, qk;
+      Tiles::zero(kk);
+      Tiles::zero(qk);
+      Tiles::mma(kk, KT, [&](int t) -> decltype(auto) { return (w.left_k[t]); }, key);
+      Tiles::mma(qk, KT, [&](int t) -> decltype(auto) { return (w.left_q[t]); }, key);
+      constexpr float scale = Unbounded ? 1.0f : 1.0f / (1 << 20);
+      static_assert(Unbounded || kShift == 20, "");
+      Tiles::apply(kk, [](float a) { return -scale * a; }, kk);
+      Tiles::apply(qk, [](float a) { return scale * a; }, qk);
+      Tiles::store(s.lower[pair(block, col)], Tiles::template right<Bounded>(kk));
+      Tiles::store_blob(blob, Layout::aqk(block, col), Tiles::template left<Bounded>(qk));
+    }
   }
 
   // Rows of a row block that hold tokens.
