@@ -127,7 +127,7 @@ amd-compile: amd-tools
 amd-library: amd-tools $(VENV)/tools.stamp $(FFI_HEADERS)/headers.stamp
 	PYTHON=$(abspath $(PY)) FFI_HEADERS=$(FFI_HEADERS) tools/amd/library.sh
 
-AMD_TESTS := tests/test_cdna_kernels.py tests/test_cdna_tokens.py tests/test_cdna_resources.py tests/test_rocm_library.py tests/cdna_sim
+AMD_TESTS := tests/test_cdna_kernels.py tests/test_cdna_tokens.py tests/test_cdna_conv.py tests/test_cdna_resources.py tests/test_rocm_library.py tests/cdna_sim
 amd-test: amd-library $(VENV)/package.stamp
 	@$(PY) -c "import tinygrad"  # without it pytest would skip
 	KDA_AMD=required $(PY) -m pytest $(AMD_TESTS) $(PYTEST_ARGS)

@@ -4,9 +4,9 @@
     build/amd/aot-venv/bin/python tools/amd/aot_prefill.py
 
 The real library, kda_jax._native_rocm, registers its handler on platform ROCM, as it does on a
-machine with a GPU. Each compiled module must hold exactly one custom call, kda_prefill_v1, of a
-decode step in a pool kda_prefill_pool_v1, with the operands, results and row-major layouts that the
-kernel takes. Compiled, not executed.
+machine with a GPU. Each compiled module must hold exactly the custom calls that it should, with the
+operands, results and row-major layouts that the kernels take: kda_prefill_v1, of a decode step in a
+pool kda_prefill_pool_v1, and of a layer kda_conv_v1 as well. Compiled, not executed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ def expected_decode() -> Any:
     return aot.CustomCall("kda_prefill_pool_v1", tuple(operands), tuple(results))
 
 
+def expected_conv(channels: int) -> Any:
+    """The call for q, k and v of a layer: per part x, weight, state; y, final, checkpoint state."""
+    wide = row_major("bf16", T, channels)
+    windows, inside = (row_major("bf16", rows, channels, 3) for rows in (N, M))
+    operands = [row_major("s32", N, 4), row_major("s32", M, 2), row_major("pred", N)]
+    operands += [wide, row_major("bf16", channels, 4), windows] * 3
+    return aot.CustomCall("kda_conv_v1", tuple(operands), (wide, windows, inside) * 3)
+
+
 def expected(dtype: str, metadata: Any, num_bytes: int, *, state: bool, heads: int) -> Any:
     """The call: shapes with layouts, minor to major."""
     states = row_major("f32", N, heads, V, K)
@@ -70,7 +79,7 @@ def expected(dtype: str, metadata: Any, num_bytes: int, *, state: bool, heads: i
 
 
 def programs() -> Any:
-    """(name, function, arguments, the call that its module must hold)."""
+    """(name, function, arguments, the calls that its module must hold)."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -113,7 +122,7 @@ def programs() -> Any:
         bytes_ = workspace("rocm", H, K, V, metadata, options.get("groups", 1)).num_bytes
         call = expected(names[dtype], metadata, bytes_, state=state, heads=H)
         name = f"prefill, {dtype}, backend {backend}, {options}"
-        yield name, *prefill(dtype, backend, state, **options), call
+        yield name, *prefill(dtype, backend, state, **options), [call]
 
     def decode(arrays: Any, pool: Any, rows: Any) -> Any:
         return kda_decode_step(*arrays, state_cache=pool, state_indices=rows)
@@ -127,7 +136,7 @@ def programs() -> Any:
     )
     pool = struct((ROWS, H, V, K), f32)
     arguments = (arrays, pool, struct((REQUESTS,), jnp.int32))
-    yield "decode step in a pool, bfloat16", decode, arguments, expected_decode()
+    yield "decode step in a pool, bfloat16", decode, arguments, [expected_decode()]
 
     config = KDALayerConfig(hidden=HIDDEN, heads=H, head_dim=K)
     layer = nnx.eval_shape(lambda: KimiDeltaAttention(config, rngs=nnx.Rngs(0)))
@@ -141,7 +150,8 @@ def programs() -> Any:
     bytes_ = workspace("rocm", H, K, V, metadata).num_bytes
     call = expected("bf16", metadata, bytes_, state=True, heads=H)
     x = struct((T, HIDDEN), jnp.bfloat16)
-    yield "layer, bfloat16, backend auto", step, (weights, x, metadata, cache), call
+    both = [expected_conv(config.channels), call]
+    yield "layer, bfloat16, backend auto", step, (weights, x, metadata, cache), both
 
 
 def main() -> None:
@@ -156,11 +166,13 @@ def main() -> None:
     assert "rocm" in status.available_platforms, status
     print(f"registered on ROCM: {status.libraries['rocm']}, {status.architectures['rocm']}")
     for device, arch in aot.DEVICES.items():
-        for name, fn, arguments, call in programs():
+        for name, fn, arguments, calls_ in programs():
             text = aot.compile_for(device, fn, *arguments).as_text()
-            ours = [c for c in aot.custom_calls(text) if c.target == call.target]
-            assert ours == [call], f"{device}, {name}:\n{ours}\nexpected\n{call}"
-            print(f"{device} ({arch}): {name}: one {call.target}, operands and layouts as expected")
+            ours = [c for c in aot.custom_calls(text) if c.target.startswith("kda_")]
+            ours.sort(key=lambda call: call.target)
+            assert ours == calls_, f"{device}, {name}:\n{ours}\nexpected\n{calls_}"
+            targets = ", ".join(f"one {call.target}" for call in calls_)
+            print(f"{device} ({arch}): {name}: {targets}, operands and layouts as expected")
     print("ok: compiled, not executed")
 
 
