@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_jax import ChunkMetadata, chunk_kda_prefill
+from kda_jax.conv import causal_conv1d_parts
+from kda_jax.decode import kda_decode_step
 from kda_jax.testing import make_case, relative_error
 from kda_jax.testing_pool import pool_case
 
@@ -32,6 +34,8 @@ CASES: list[tuple[list[int], dict, int | None]] = [
     ([130], {"H": 20, "checkpoint_offsets": [[70]]}, None),  # wider blocks of the walk on Hopper
     ([70, 65], {"H": 20}, None),
     ([70, 65], {"H": 40}, None),
+    ([1700], {"H": 16}, None),  # more tasks than blocks of the prologue; the walk runs beside it
+    ([900, 800], {"H": 16}, None),  # and behind it
     ([33], {"chunk_size": 32}, None),
     ([70], {"dtype": "float16", "K": 64, "V": 48}, None),
 ]
@@ -58,7 +62,47 @@ def run_all() -> None:
         assert max(errors) < 1e-2, "wrong result"
     for groups in (None, 2):
         in_a_pool(groups)
+    decode_step()
+    convolutions()
     print("edge cases ok", flush=True)
+
+
+def decode_step() -> None:
+    """A step in a pool, one row without a state."""
+    rows, V = 5, 48
+    case = make_case("random", seq_lens=[1] * rows, H=2, V=V, dtype="bfloat16", initial_state=True)
+    tensors = [x[0] for x in case.args[:5]]
+    indices = np.array([3, -1, 0, 6, 2], np.int32)
+    pool = np.random.default_rng(0).standard_normal((7, 2, V, 128)).astype(np.float32)
+
+    def step(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kda_decode_step(*args[:7], state_cache=args[7], state_indices=indices)
+
+    args = (*tensors, case.A_log, case.dt_bias, pool)
+    got = jax.jit(step)(*args)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = jax.jit(step)(*args)
+    errors = [relative_error(x, y) for x, y in zip(got, want, strict=True)]
+    print("decode step", [f"{e:.1e}" for e in errors], flush=True)
+    assert max(errors) < 1e-2, "wrong result"
+
+
+def convolutions() -> None:
+    """Parts of different widths, with states and checkpoints, and rows of no sequence."""
+    rng = np.random.default_rng(0)
+    metadata = ChunkMetadata.from_seq_lens([1, 0, 33, 16], checkpoint_offsets=[[], [], [2, 20], []])
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    xs, weights = [draw(70, C) for C in (8, 40)], [draw(C, 4) for C in (8, 40)]
+    args = xs, weights, metadata
+    got = causal_conv1d_parts(*args, initial_state=draw(4, 48, 3))
+    rng = np.random.default_rng(0)
+    with jax.default_device(jax.devices("cpu")[0]):
+        xs, weights = [draw(70, C) for C in (8, 40)], [draw(C, 4) for C in (8, 40)]
+        want = causal_conv1d_parts(xs, weights, metadata, initial_state=draw(4, 48, 3))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    errors = [relative_error(x, y) for x, y in pairs]
+    print("convolutions", [f"{e:.1e}" for e in errors], flush=True)
+    assert max(errors) < 1e-2, "wrong result"
 
 
 def in_a_pool(groups: int | None) -> None:
