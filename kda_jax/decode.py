@@ -42,8 +42,8 @@ def kda_decode_step(
     """Kimi Delta Attention for one token per row, from raw gates.
 
     The formulas are those of `kda_jax.chunk_kda_prefill`; on the state of a prefill it is the
-    prefill's next token. Plain JAX, but with state_cache on an AMD GPU, where a kernel reads and
-    writes each state once (q, k, v in bfloat16 or all in float16, K 64 or 128, V a multiple of 16).
+    prefill's next token. Plain JAX, but with state_cache on a GPU, where a kernel reads and writes
+    each state once (q, k, v in bfloat16 or all in float16, K 64 or 128, V a multiple of 16).
     That call is split over heads and gathers what is sharded over anything else; to export it,
     pass `kda_jax.export_checks()`.
 

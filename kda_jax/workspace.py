@@ -37,17 +37,17 @@ def workspace(
     """The workspace of a call on "cpu", "cuda" or "rocm".
 
     A chunk of one head leaves kd, qg and kg ``[C, K]`` and the lower 16 x 16 tiles of Aqk and of
-    the inverse ``[C, C]`` (on CUDA every second one above the diagonal, too) in the target's
-    operand type, the decay ``[K]`` in float32 and 128 bytes of flags (ffi/kernel/workspace.h). A
-    group leaves a float32 ``[V + K, K]`` (ffi/kernel/group_scan.h). With states in a pool and more
-    than one slab, two states wait between slabs. The last bytes are the status of the call
-    (ffi/kernel/schedule.h). Chunks of one token need no workspace.
+    the inverse ``[C, C]`` in the target's operand type, the decay ``[K]`` in float32 and 128 bytes
+    of flags (ffi/kernel/workspace.h). A group leaves a float32 ``[V + K, K]``
+    (ffi/kernel/group_scan.h). With states in a pool and more than one slab, two states wait between
+    slabs. The last bytes are the status of the call (ffi/kernel/schedule.h). Chunks of one token
+    need no workspace.
     """
     C, capacity = metadata.chunk_size, metadata.capacity
     if C == 1:  # ffi/gpu/tokens.h
         return Workspace(max(1, capacity.chunks), 0)
     tiles = C // _TILE
-    elements = 3 * C * K + tiles * (tiles + (2 if platform == "cuda" else 1)) * _TILE * _TILE
+    elements = 3 * C * K + tiles * (tiles + 1) * _TILE * _TILE
     chunk = H * (elements * _ELEMENT_BYTES[platform] + 4 * K + 128)
     status = -(-4 * (1 + capacity.sequences * H * (V // _TILE)) // 128) * 128
     slab = max(1, capacity.chunks)

@@ -10,21 +10,16 @@
 namespace kda {
 inline namespace KDA_ISA {
 
-// A chunk's operands, in the order of the blob. A product has 64 rows, so that the second block of a triangle has
-// rows of zeros before it. They come and go in three parts, each as early as it can: what a step starts with, what goes
+// A chunk's operands. A product has 64 rows, so that a column of a triangle has rows of zeros before it. They come and go in three parts, each as early as it can: what a step starts with, what goes
 // into the state, what makes the outputs.
 template <class Tiles, int K, int C, int N>
 struct HopperStage {
   using Storage = typename Tiles::Storage;
   using Layout = Blob<Tiles, K, C>;
-  static constexpr int kBlock = 4 * kTileElements;  // 32 rows of two columns of tiles
+  static constexpr int NT = Layout::NT;
   static_assert(C == 64, "");
-  struct SecondBlock {
-    Storage zeros[kBlock], x[kBlock];
-  };
   alignas(128) Storage operands[3 * Layout::kMatrix];
-  Storage first[2][2 * kBlock];  // of Aqk, of the inverse
-  SecondBlock second[2];
+  Storage columns[2][NT][NT * kTileElements];  // of Aqk, of the inverse
   float decay[K];
   int32_t beyond[kBeyondBytes / 4];
   alignas(128) uint16_t values[C * N];
@@ -35,10 +30,12 @@ struct HopperStage {
   int output_head, output_value;  // of the unit: head and first_value; below 0: no more units
 
   KDA_FN void clear() {
-    for (int i = int(threadIdx.x); i < kBlock; i += int(blockDim.x))
-      second[0].zeros[i] = second[1].zeros[i] = 0;
+    for (int col = 1; col < NT; ++col)
+      for (int i = int(threadIdx.x); i < col * kTileElements; i += int(blockDim.x))
+        columns[0][col][i] = columns[1][col][i] = 0;
   }
-  static constexpr int kMatrixBytes = Layout::kMatrix * int(sizeof(Storage)), kBlockBytes = kBlock * int(sizeof(Storage));
+  static constexpr int kMatrixBytes = Layout::kMatrix * int(sizeof(Storage));
+  static constexpr int kTriangleBytes = Layout::kTriangle * int(sizeof(Storage));
   // Without the values.
   template <class S>
   KDA_FN void fetch_start(const S& s, int64_t chunk, int head, Barrier& full) {
@@ -50,21 +47,23 @@ struct HopperStage {
   template <class S>
   KDA_FN void fetch_for_state(const S& s, int64_t chunk, int head, Barrier& full) {
     const Storage* blob = s.blob(chunk, head);
-    full.expect(kMatrixBytes + 3 * kBlockBytes);
+    full.expect(kMatrixBytes + kTriangleBytes);
     fetch_triangle(1, blob, full);
     full.copy(operands + 2 * Layout::kMatrix, blob + 2 * Layout::kMatrix, kMatrixBytes);
   }
   template <class S>
   KDA_FN void fetch_for_outputs(const S& s, int64_t chunk, int head, Barrier& full) {
     const Storage* blob = s.blob(chunk, head);
-    full.expect(kMatrixBytes + 3 * kBlockBytes);
+    full.expect(kMatrixBytes + kTriangleBytes);
     full.copy(operands + Layout::kMatrix, blob + Layout::kMatrix, kMatrixBytes);
     fetch_triangle(0, blob, full);
   }
   KDA_FN void fetch_triangle(int which, const Storage* blob, Barrier& full) {
-    const Storage* triangles = blob + 3 * Layout::kMatrix;
-    full.copy(first[which], triangles + 2 * which * kBlock, 2 * kBlockBytes);
-    full.copy(second[which].x, triangles + (4 + which) * kBlock, kBlockBytes);
+    KDA_UNROLL
+    for (int col = 0; col < NT; ++col) {
+      const int from = (which ? Layout::inverse(col, col) : Layout::aqk(col, col)).offset;
+      full.copy(columns[which][col] + col * kTileElements, blob + from, (NT - col) * kTileElements * int(sizeof(Storage)));
+    }
   }
   // v by a warp, 16 bytes each. A load takes rows two apart, which must not meet in the same banks.
   static constexpr int kPieces = N / 8;
@@ -93,7 +92,7 @@ struct HopperStage {
         .at(int(at.offset) * int(sizeof(Storage)));
   }
   KDA_FN wgmma::Matrix triangle(int which, int j) const {
-    return wgmma::Matrix(j < 2 ? first[which] : second[which].zeros, 128, 512).at(j % 2 * 256);
+    return wgmma::Matrix(columns[which][j], 128, 256);
   }
 };
 

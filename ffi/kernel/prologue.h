@@ -332,14 +332,6 @@ struct Prologue {
     const auto right = Tiles::template right_clamped<Bounded>(inverse);
     Tiles::store(s.inverse[block], right);
     Tiles::store_blob(blob, Layout::inverse(block, block), right);
-    if constexpr (Layout::kBlocks && NT > 1) {
-      if (block % 2 == 0) {
-        typename Tiles::template Right<Bounded> none;
-        Tiles::zero(none);
-        Tiles::store_blob(blob, Layout::inverse(block, block + 1), none);
-        Tiles::store_blob(blob, Layout::aqk(block, block + 1), none);
-      }
-    }
     w.inverse_t = Tiles::template left_t<Bounded>(inverse);
   }
 

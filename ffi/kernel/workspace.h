@@ -41,9 +41,7 @@ struct Blob {
   }
   static constexpr TileAt aqk(int row, int col) { return lower(0, row, col); }
   static constexpr TileAt inverse(int row, int col) { return lower(1, row, col); }
-  // Two columns of a triangle are a block of whole rows: beside its second tile on the diagonal are zeros.
-  static constexpr bool kBlocks = Tiles::kSplitHalves;
-  static constexpr int kTriangle = (kBlocks ? NT * (NT + 2) / 2 : NT * (NT + 1) / 2) * kTileElements;
+  static constexpr int kTriangle = NT * (NT + 1) / 2 * kTileElements;
   // Elements before the decay, which is float32 whatever the storage type is.
   static constexpr int kElements = 3 * kMatrix + 2 * kTriangle;
   static constexpr int kTailBytes = K * int(sizeof(float)) + kBeyondBytes;  // decay and beyond
@@ -51,17 +49,12 @@ struct Blob {
       kElements * int64_t(sizeof(typename Tiles::Storage)) + kTailBytes;
 
  private:
-  // Tile (row, col), col <= row, of one of the two lower triangles of tiles. In blocks: the first block of both,
-  // then the second; eight rows of a block have their four matrices side by side.
+  // Tile (row, col), col <= row, of one of the two lower triangles of tiles: row by row, or column by column, for
+  // products with whole columns. With split halves eight rows of a column have their two matrices side by side.
   static constexpr TileAt lower(int which, int row, int col) {
-    const int base = 3 * kMatrix;
-    if (!kBlocks)
-      return {base + which * kTriangle + (row * (row + 1) / 2 + col) * kTileElements, 0, 0};
-    // Linear in row and block, so that little depends on which of them a wave has.
-    const int block = col / 2;
-    return {base + 2 * which * NT * kTileElements + 2 * row * kTileElements +
-                block * 4 * (NT - 1 - which) * kTileElements + col % 2 * (kTileElements / 2),
-            kTileElements / 4, kTileElements};
+    const int by_row = row * (row + 1) / 2 + col, by_col = int(unsigned(col * (2 * NT - 1 - col)) / 2) + row;
+    return {3 * kMatrix + which * kTriangle + (Tiles::kSplitHalves ? by_col : by_row) * kTileElements, kTileElements / 4,
+            kTileElements / 2};
   }
 
   // Tile (row, step) of a matrix with `rows` x `steps` tiles. With split halves the rows of one half
