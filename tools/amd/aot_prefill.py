@@ -51,7 +51,7 @@ def expected_conv(channels: int) -> Any:
     wide = row_major("bf16", T, channels)
     windows, inside = (row_major("bf16", rows, channels, 3) for rows in (N, M))
     operands = [row_major("s32", N, 4), row_major("s32", M, 2), row_major("pred", N)]
-    operands += [wide, row_major("bf16", channels, 4), windows] * 3
+    operands += [wide, row_major("f32", channels, 4), windows] * 3
     return aot.CustomCall("kda_conv_v1", tuple(operands), (wide, windows, inside) * 3)
 
 
