@@ -2,7 +2,9 @@
 
 XLA reads the rows once for each tap and works out positions for each row; the kernel reads and
 writes everything once. Its call, `kda_conv_v1`, is in ffi/xla/conv_gpu.cc. On the CPU, and for what
-the kernel does not have, it is plain JAX (conv_math.py), whose derivatives it has everywhere.
+the kernel does not have, it is plain JAX (conv_math.py), whose derivatives it has everywhere. Like
+the operator's, the call is split under `jax.jit` by a rule that `jax.export` cannot write down:
+inside `jax.shard_map` it is local and needs none.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from . import native
+from . import devices, native
 from .conv_math import convolve
 from .metadata import ChunkMetadata
-from .sharding import run_on_auto_axes, split_by_rule
+from .sharding import run_on_auto_axes, split_by_rule, varying_like
 
 WIDTH, MAX_PARTS = 4, 3
 _CHANNELS = 8  # in a thread
@@ -64,8 +66,31 @@ def able(inputs: ConvInputs) -> bool:
         and all(isinstance(n, int) and n > 0 for n in sizes)
         and all(w.shape[1] == WIDTH for w in inputs.weights)
         and not (mesh.manual_axes and not mesh.are_all_axes_manual)
-        and bool(native.status().convolutions)
+        and _split_alike(inputs)
+        and bool(_platforms())
     )
+
+
+def _platforms() -> list[str]:
+    """Those with a kernel that was compiled for the devices here."""
+    status = native.status()
+    built = status.architectures
+    return [p for p in status.convolutions if devices.uncovered_here(p, built.get(p)) is None]
+
+
+def _split_alike(inputs: ConvInputs) -> bool:
+    """Whether one sharding says how the results of all parts lie, on the explicit axes of a mesh.
+
+    Off these only Shardy can be asked to split the call.
+    """
+    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+        return False
+    shardings = [jax.typeof(x).sharding for x in (*inputs.xs, *inputs.weights)]
+    if not shardings[0].mesh.explicit_axes:
+        return True
+    parts = len(inputs.xs)
+    channels = [x.spec[1] for x in shardings[:parts]] + [w.spec[0] for w in shardings[parts:]]
+    return all(c == channels[0] for c in channels)
 
 
 def _in_plain_jax(
@@ -76,7 +101,8 @@ def _in_plain_jax(
         convolve(x, weight, metadata, state, inputs.has, activation=activation)
         for x, weight, state in zip(inputs.xs, inputs.weights, states, strict=True)
     ]
-    return ConvOutputs(*zip(*parts, strict=True))
+    # Without rows or checkpoints plain JAX makes zeros of nothing that `jax.shard_map` follows.
+    return varying_like((inputs, metadata), ConvOutputs(*zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that eager calls compile once
@@ -105,7 +131,7 @@ def _by_kernel(activation: str | None, inputs: ConvInputs, metadata: ChunkMetada
 
 def _split(activation: str | None, inputs: ConvInputs, metadata: ChunkMetadata) -> ConvOutputs:
     """The call, split over channels."""
-    platforms = native.status().convolutions
+    platforms = _platforms()
     leaves, tree = jax.tree.flatten((inputs, metadata))
 
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -153,4 +179,5 @@ def _custom_call(
         ]
     call = jax.ffi.ffi_call(native.CONV_TARGET, results)
     found = call(*operands, silu=activation == "silu")
-    return ConvOutputs(*(tuple(found[i::3]) for i in range(3)))
+    result = ConvOutputs(*(tuple(found[i::3]) for i in range(3)))
+    return varying_like((inputs, metadata), result)

@@ -31,6 +31,8 @@ def rows_in_use(indices: jax.Array, used: jax.Array, num_rows: int) -> jax.Array
 
 def read_rows(states: jax.Array, rows: jax.Array, *within: slice) -> jax.Array:
     """``states[rows, *within]``; row ``num_rows`` of `rows_in_use` reads anything."""
+    if states.shape[0] == 0:  # no row at all: of these zeros
+        states = jnp.zeros((1, *states.shape[1:]), states.dtype)
     # Without the barrier XLA reads the rows again wherever they are used, also behind the write of
     # the new ones, and copies the whole pool first so that they are still there.
     return jax.lax.optimization_barrier(states.at[(rows, *within)].get(mode="clip"))

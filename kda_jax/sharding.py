@@ -1,4 +1,5 @@
-"""How the operator is split over devices: heads are independent, everything else is not.
+"""How calls are split over devices: heads of the operator, and channels of the convolutions, are
+independent, everything else is not.
 
 Under `jax.jit` with sharded operands XLA asks the rule of the custom call; a program whose q, k, v
 and states are sharded over heads then runs one call per device and moves nothing. Operands that are
@@ -68,7 +69,8 @@ def split_by_rule(
         # The shapes carry the shardings that the caller has, also of what must come whole.
         sharded: dict[str, Any] = {}
         for factors, shape in zip(sides[0], arg_shapes, strict=True):
-            spec = (*shape.sharding.spec, *[None] * len(factors))
+            # Where JAX knows of no mesh, all is on each device.
+            spec = (*getattr(shape.sharding, "spec", ()), *[None] * len(factors))
             for factor, axis in zip(factors, spec, strict=False):
                 if factor in free:
                     sharded.setdefault(factor, axis)

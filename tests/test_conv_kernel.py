@@ -172,6 +172,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return conv_kernel._in_plain_jax(activation, inputs, metadata)
 
     monkeypatch.setattr(conv_kernel, "_custom_call", stand_in)
+    monkeypatch.setattr(conv_kernel.devices, "uncovered_here", lambda platform, built: None)
     monkeypatch.setattr(native, "status", lambda: status)
     jax.clear_caches()
     yield found
@@ -228,3 +229,40 @@ def test_batches(calls: list[Any]) -> None:
     assert_same(
         jax.vmap(apply, axes)(both[0], *small()[1:]), jax.vmap(plain, axes)(both[0], *small()[1:])
     )
+
+
+def test_a_device_that_the_library_does_not_cover(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = small()
+    monkeypatch.setattr(
+        conv_kernel.devices, "uncovered_here", lambda platform, built: "not for 8.0"
+    )
+    assert_same(apply(*args), plain(*args))
+    assert not calls
+
+
+def test_without_shardy(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else asks the rule how the call is split."""
+    inputs = conv_kernel.ConvInputs(*map(tuple, small()[:2]), None, None)
+    assert conv_kernel.able(inputs)
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        assert not conv_kernel.able(inputs)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def test_a_pool_without_rows() -> None:
+    xs, weights, _ = small()
+    got = causal_conv1d_parts_in_pool(
+        xs,
+        weights,
+        METADATA,
+        state_cache=jnp.zeros((0, 24, 3), "bfloat16"),
+        state_indices=np.full(3, -1, np.int32),
+        checkpoint_state_indices=np.full(2, -1, np.int32),
+    )
+    assert_same(got.ys, causal_conv1d_parts(xs, weights, METADATA).ys)
+    assert got.state_cache.shape == (0, 24, 3)

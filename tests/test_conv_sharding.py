@@ -15,6 +15,9 @@ check = CHECKS.check
 C = 64
 
 
+REAL: Any = None  # conv_kernel._custom_call
+
+
 def stand_in() -> list[Any]:
     """Takes the call's place; the parts that it has got."""
     import dataclasses
@@ -29,6 +32,7 @@ def stand_in() -> list[Any]:
         found.append(inputs)
         return conv_kernel._in_plain_jax(activation, inputs, metadata)
 
+    conv_kernel.devices.uncovered_here = lambda platform, built: None
     conv_kernel._custom_call = call
     return found
 
@@ -161,10 +165,101 @@ def local_in_shard_map(kind: str) -> None:
     assert_same(got, plain(xs, weights, 0 * arrays()[2], metadata)[0])
 
 
+@check("auto")
+def its_call_in_shard_map(kind: str) -> None:
+    """The real call, lowered for a GPU: JAX follows what varies through it and its rules."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from kda_jax import ChunkMetadata, conv_kernel, native
+    from kda_jax.conv import causal_conv1d
+
+    status = dataclasses.replace(native.status(), convolutions=("cuda",))
+    native.status = lambda: status
+    conv_kernel.devices.uncovered_here = lambda platform, built: None
+    conv_kernel._custom_call = REAL
+    mesh = jax.make_mesh(
+        (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    x, w = jnp.ones((14, C), jnp.bfloat16), jnp.ones((C, 4))
+    for offsets in (None, [[2, 14]]):
+        metadata = ChunkMetadata.from_seq_lens([14], checkpoint_offsets=offsets)
+
+        def run(x: Any, w: Any, metadata: Any = metadata) -> Any:
+            return causal_conv1d(x, w, metadata)
+
+        def loss(x: Any, w: Any) -> Any:
+            return jax.lax.psum(run(x, w).y.astype("float32").sum(), "x")
+
+        for specs in ((P(None, "x"), P("x")), (P(None, "x"), P()), (P(), P("x"))):
+            local = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
+            for i, spec in enumerate(specs):  # what is not split has what a device has
+                if spec == P():
+                    axis = 1 - i
+                    shape = list(shapes[i].shape)
+                    shape[axis] //= 4
+                    shapes[i] = jax.ShapeDtypeStruct(tuple(shape), shapes[i].dtype)
+            lowered = jax.jit(local).trace(*shapes).lower(lowering_platforms=("cuda",))
+            assert "kda_conv_v1" in lowered.as_text()
+        grads = jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(None, "x")
+        )
+        jax.jit(grads).trace(x, w).lower(lowering_platforms=("cuda",))
+
+
+@check("auto", "explicit")
+def on_one_device_within_a_mesh(kind: str) -> None:
+    """All arguments on the default device."""
+    import jax
+
+    stand_in()
+    axis = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}[kind]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis,), devices=jax.devices()[:4])
+    args = arrays()
+    with jax.set_mesh(mesh):
+        got = jax.device_get(apply(*args))
+    assert_same(got, plain(*args))
+
+
+@check("explicit")
+def parts_that_lie_otherwise(kind: str) -> None:
+    """One part split and one whole: plain JAX."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from kda_jax.conv import causal_conv1d_parts
+    from kda_jax.conv_kernel import ConvInputs, able
+
+    stand_in()
+    mesh = jax.make_mesh(
+        (4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+    (x, y), (v, w), _, metadata = arrays()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+        y = jax.device_put(y, NamedSharding(mesh, P()))
+        found = []
+
+        def run(xs: Any, weights: Any) -> Any:
+            found.append(able(ConvInputs(xs, weights, None, None)))
+            return causal_conv1d_parts(xs[1:], weights[1:], metadata).ys
+
+        jax.jit(run).lower((x, y), (v, w))
+    assert found == [False]
+
+
 @pytest.mark.parametrize("name", CHECKS.all)
 def test_on_virtual_devices(name: str) -> None:
     CHECKS.assert_found_nothing(name)
 
 
 if __name__ == "__main__":
+    from kda_jax import conv_kernel
+
+    REAL = conv_kernel._custom_call
     CHECKS.main()
