@@ -225,7 +225,8 @@ must read and write; the time of these bytes at the copy bandwidth measured in t
 {results["copy_bandwidth"] / 1e9:.0f} GB/s. Convolution: width {WIDTH} with silu, of q, k and v.
 Decode: one token for each row, states float32, read and written; in a pool: `kda_decode_step` with
 `state_cache`, each step on the pool that the last one left. "Host": the host took as long to
-queue the steps as they ran, so the device's time may be less.
+queue the steps as they ran, so the device's time may be less. "Over {LIMIT:g}": where a kernel of
+our own is worth writing.
 
 {table(header, rows)}
 {left_out}

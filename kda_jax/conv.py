@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 
 import jax
 
-from .conv_checks import check_conv_cache, check_weight
+from .conv_checks import check_conv_cache, check_no_channel, check_weight
 from .conv_math import step, token_positions
 from .conv_parts import causal_conv1d_parts, causal_conv1d_parts_in_pool
 from .metadata import ChunkMetadata
@@ -118,6 +118,7 @@ def causal_conv1d(
     if state_cache is None and state_indices is None:
         if checkpoint_state_indices is not None:
             raise ValueError("checkpoint_state_indices is given without state_cache; pass both")
+        check_no_channel(first_channel)
         (y,), final, inside = causal_conv1d_parts(
             (x,),
             (weight,),
@@ -178,6 +179,7 @@ def causal_conv1d_step(
     if state_cache is None and state_indices is None:
         if has_initial_state is not None:
             raise ValueError("has_initial_state is given without state_cache; pass both")
+        check_no_channel(first_channel)
         want = (*x.shape, weight.shape[1] - 1)
         if state is None or state.shape != want or state.dtype != x.dtype:
             have = None if state is None else f"{state.dtype} {state.shape}"

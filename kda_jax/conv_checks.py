@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .metadata import ChunkMetadata
 from .pool_arguments import check_cache
@@ -15,7 +16,10 @@ from .validate import check_flags
 def check_parts(xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> tuple[int, int]:
     """The channels of all parts together, and the width."""
     if not xs or len(xs) != len(weights):
-        raise ValueError(f"xs has {len(xs)} arrays, weights {len(weights)}: want one for each")
+        raise ValueError(
+            f"xs has {len(xs)} arrays, weights {len(weights)}: want sequences of arrays, a weight"
+            " for each x"
+        )
     for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         which = "" if len(xs) == 1 else f"s[{i}]"
         check_weight(x, weight, "[T, C]", f"x{which}", f"weight{which}")
@@ -78,7 +82,8 @@ def check_conv_cache(
 ) -> None:
     check_cache("state_cache", state_cache, "state_indices", state_indices)
     channels, width = weight_shape
-    if isinstance(first_channel, bool) or not isinstance(first_channel, int) or first_channel < 0:
+    integer = isinstance(first_channel, int | np.integer) and not isinstance(first_channel, bool)
+    if not integer or first_channel < 0:
         raise ValueError(f"first_channel is {first_channel!r}, want an integer of at least 0")
     shape = tuple(state_cache.shape)
     if len(shape) != 3 or shape[1] < first_channel + channels or shape[2] < width - 1:
@@ -90,6 +95,13 @@ def check_conv_cache(
         raise ValueError(
             f"state_cache is {state_cache.dtype}, x is {dtype}: the pool holds rows of x, keep it"
             " in x's dtype"
+        )
+
+
+def check_no_channel(first_channel: int) -> None:
+    if first_channel != 0:
+        raise ValueError(
+            f"first_channel is {first_channel!r} without state_cache, of which it is one; pass both"
         )
 
 

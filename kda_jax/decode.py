@@ -104,9 +104,10 @@ def kda_decode_step(
         return done
     if has_initial_state is not None:
         raise ValueError("has_initial_state is given without state_cache; pass both")
-    if state is None or np.shape(state) != (R, *want):
-        have = None if state is None else np.shape(state)
-        raise ValueError(f"state has shape {have}, want {(R, *want)}: one row per token")
+    if state is None:
+        raise ValueError(f"state is None: want {(R, *want)}, one row per token, or state_cache")
+    if np.shape(state) != (R, *want):
+        raise ValueError(f"state has shape {np.shape(state)}, want {(R, *want)}: one row per token")
     if state.dtype != compute_dtype(inputs):
         raise ValueError(f"state has dtype {state.dtype}, want {compute_dtype(inputs)}; cast it")
     after, out = step(state, token)

@@ -1,7 +1,7 @@
 """What `jax.export` needs to know of this library.
 
-Importing the package makes `ChunkMetadata`, `StepRows`, `KDAResult` and `KDAPoolResult`
-serializable, so that they may be arguments and results of an exported function, and registers the
+Importing the package makes `ChunkMetadata`, `StepRows` and all results and states serializable, so
+that they may be arguments and results of an exported function, and registers the
 custom calls, so that a process that only loads an exported program can run it. A program that may
 contain one needs a safety check off when it is exported, since JAX promises stability for its own
 calls only::
@@ -21,6 +21,9 @@ import json
 
 from jax import export as jax_export
 
+from .conv import ConvPoolResult, ConvResult
+from .conv_parts import ConvPartsPoolResult, ConvPartsResult
+from .layer_types import KDACache, KDAState, LayerStates
 from .metadata import Capacity, ChunkMetadata
 from .native import CONV_TARGET, POOL_TARGET, TARGET, status
 from .pool_rows import StepRows
@@ -43,7 +46,10 @@ def _unpack(data: bytes) -> tuple[int, Capacity]:
     return chunk_size, Capacity(*sizes)
 
 
-for _kind in (KDAResult, KDAPoolResult, StepRows):
+for _kind in (
+    *(KDAResult, KDAPoolResult, StepRows, KDAState, KDACache, LayerStates),
+    *(ConvResult, ConvPoolResult, ConvPartsResult, ConvPartsPoolResult),
+):
     jax_export.register_namedtuple_serialization(_kind, serialized_name=f"kda_jax.{_kind.__name__}")
 jax_export.register_pytree_node_serialization(
     ChunkMetadata,

@@ -48,6 +48,10 @@ def step_in_pool(
     Raises:
       ValueError, NotImplementedError: as chunk_kda_prefill and causal_conv1d do.
     """
+    if metadata is None and decode_rows is None:
+        raise ValueError(
+            "metadata and decode_rows are both None: want a prefill, decode rows or both"
+        )
     D = 0 if decode_rows is None else decode_rows.shape[0]
     raw = layer.project(x)
     out = []
@@ -55,7 +59,8 @@ def step_in_pool(
         o, pool = _decode(layer, jax.tree.map(lambda r: r[:D], raw), pool, decode_rows, active)
         out.append(o)
     if metadata is not None:
-        assert rows is not None
+        if rows is None:
+            raise ValueError("rows is None with metadata given; want the StepRows of the prefill")
         packed = jax.tree.map(lambda r: r[D:], raw)
         o, pool = _prefill(layer, packed, pool, metadata, rows, backend)
         out.append(o)

@@ -18,7 +18,9 @@ _SAVED = "checkpoint_state_indices"
 
 
 class StepRows(NamedTuple):
-    """The rows of one step, as `chunk_kda_prefill`, `causal_conv1d` and a decode step take them.
+    """The rows of one step, as `chunk_kda_prefill` and `causal_conv1d` take them.
+
+    A decode step takes `state_indices` and `has_initial_state`.
 
     Attributes:
       state_indices: int32 ``[N]``, -1 where a sequence has no row, and in rows of padding.

@@ -18,7 +18,7 @@ import pytest
 from cases import ON_GPU
 from test_conv import loop
 
-from kda_jax import Capacity, ChunkMetadata, conv_kernel, native
+from kda_jax import Capacity, ChunkMetadata, conv_kernel, export_checks, native
 from kda_jax.backends import current_platform
 from kda_jax.conv import causal_conv1d, causal_conv1d_parts, causal_conv1d_parts_in_pool
 
@@ -266,3 +266,16 @@ def test_a_pool_without_rows() -> None:
     )
     assert_same(got.ys, causal_conv1d_parts(xs, weights, METADATA).ys)
     assert got.state_cache.shape == (0, 24, 3)
+
+
+def test_results_are_serializable() -> None:
+    xs, weights, state = small()
+    run = jax.jit(lambda *args: causal_conv1d_parts(*args, METADATA, initial_state=state))
+    exported = jax.export.export(run, disabled_checks=export_checks())(xs, weights)
+    got = jax.export.deserialize(exported.serialize()).call(xs, weights)
+    assert_same(got.ys, run(xs, weights).ys)
+
+
+def test_a_channel_without_a_pool() -> None:
+    with pytest.raises(ValueError, match="first_channel is 8 without state_cache"):
+        causal_conv1d(small()[0][0], small()[1][0], METADATA, first_channel=8)

@@ -65,7 +65,7 @@ ERRORS = [
     ("A_log", lambda x: x[:1], "A_log has shape (1,), want (2,)"),
     ("dt_bias", lambda x: x.ravel(), "dt_bias has shape (32,), want (2, 16)"),
     ("state", lambda x: x[:, :, :4], "state has shape (4, 2, 4, 16), want (4, 2, 8, 16)"),
-    ("state", lambda x: None, "state has shape None, want (4, 2, 8, 16)"),
+    ("state", lambda x: None, r"state is None: want (4, 2, 8, 16)"),
     ("state", lambda x: x.astype(np.float16), "state has dtype float16, want float32; cast it"),
     ("active", lambda x: x.astype(np.int8), "active has dtype int8, want bool"),
     ("active", lambda x: x[1:], "active has shape (3,), want (4,): [R], one per row"),

@@ -207,7 +207,7 @@ def test_two_kinds_of_states_in_a_step() -> None:
     refused(convolution_step, ({"state": np.zeros((N, 6, 3), np.float32)}, message))
     for fn in (decode, convolution_step):
         nothing = {"state_cache": None, "state_indices": None}
-        refused(fn, (nothing, re.escape("state ") + "(has shape|is) None, want"))
+        refused(fn, (nothing, "state is None[,:] want"))
         flags = {"has_initial_state": np.ones(N, bool)}
         refused(fn, (nothing | flags, "has_initial_state is given without state_cache; pass both"))
 
