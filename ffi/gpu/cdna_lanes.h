@@ -178,8 +178,8 @@ struct CdnaLanes {
     for (int e = 0; e < 4; ++e) x[e] = dpp<kRowBroadcast + Row>(x[e]);
     return x;
   }
-  // Row j is final after step j: broadcast it, and subtract its share from the rows below.
   static constexpr bool kInverseByHalves = false;
+  // Row j is final after step j: broadcast it, and subtract its share from the rows below.
   static KDA_FN Acc unit_lower_inverse(const Acc& a) {
     float whole[kTile];  // this lane's row of a
     KDA_UNROLL

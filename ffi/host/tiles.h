@@ -165,8 +165,8 @@ struct HostTiles {
   }
   // The transpose of a caller's tile.
   static Acc transposed(const Raw& a) { return transpose(a); }
-  // (I + a)^-1 for a strictly lower triangular a, in float32 by forward substitution.
   static constexpr bool kInverseByHalves = false;
+  // (I + a)^-1 for a strictly lower triangular a, in float32 by forward substitution.
   KDA_OUT_OF_LINE Acc unit_lower_inverse(const Acc& a) {
     Acc t;
     for (int r = 0; r < kTile; ++r) {
